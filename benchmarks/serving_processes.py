@@ -155,7 +155,7 @@ def _burst(
     scheduler = loop.scheduler
     saved = scheduler.limits, scheduler.adaptive_chunk, loop.clock
     scheduler.optimize_inter_token_latency(
-        None, loop.device != "cpu", loop.model_runner.mixed_graph_tokens
+        None, loop.device != "cpu", loop.model_runner.mixed_graph_token_counts
     )
     loop.clock = time.thread_time if loop.device == "cpu" else time.perf_counter
     step_times: dict[str, list[float]] = {"quiet": [], "during": []}

@@ -56,7 +56,7 @@ from modelmill.parallel.rendezvous import RendezvousServer, connect_or_serve_sto
 from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup  # noqa: E402
 from modelmill.runtime.cuda_graphs import graph_limits  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.graph_sizes import PaddedSize, context_bucket  # noqa: E402
+from modelmill.runtime.graph_sizes import PaddedStepShape, context_bucket  # noqa: E402
 from modelmill.runtime.tp_worker_pool import END_COMMAND, StepCommand  # noqa: E402
 from modelmill.runtime.tp_worker_process import run_commands  # noqa: E402
 
@@ -224,14 +224,14 @@ def run_config(tp_group: TPGroup, max_num_seqs: int) -> RunConfig:
 
 def prefill_graph_size(
     config: RunConfig, batch: int, tokens: int, device_bytes: int
-) -> PaddedSize | None:
+) -> PaddedStepShape | None:
     """The size of the graph that the engine runs a prompt by; None: it launches kernel by kernel.
 
     batch: prompts; of several, whose graphs have rows for more, the steps here are launched.
     """
     pages = -(-(config.max_model_len or tokens) // config.page_size)
     limits = graph_limits(config, pages, device_bytes)
-    return None if limits is None or batch > 1 else limits.prefill.padded_size(tokens, 1, tokens)
+    return None if limits is None or batch > 1 else limits.prefill.padded_shape(tokens, 1, tokens)
 
 
 def _step_ms(model: nn.Module, step: Step, *, captured: bool) -> float:

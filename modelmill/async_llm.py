@@ -19,7 +19,7 @@ from modelmill.core.errors import ModelmillError
 from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepOrWakeReport
 from modelmill.llm import LLM, LLMOptions
 from modelmill.opened_engine import make_closed_error
-from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
+from modelmill.outputs import OutputDelta, RequestOutput, stack_normalized_embeddings
 from modelmill.request_output_state import RequestOutputState
 from modelmill.text_processor import Messages, Prompt, as_prompt_list
 
@@ -104,7 +104,7 @@ class AsyncLLM:
         ]
         tasks = [asyncio.create_task(self._await_final_output(request)) for request in requests]
         try:
-            return stack_embeddings(await asyncio.gather(*tasks), dimensions)
+            return stack_normalized_embeddings(await asyncio.gather(*tasks), dimensions)
         finally:
             for task in tasks:  # some still run if one has failed or the caller was cancelled
                 task.cancel()

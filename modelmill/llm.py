@@ -34,7 +34,7 @@ from modelmill.opened_engine import (
     OpenedEngine,
     show_opening_progress,
 )
-from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
+from modelmill.outputs import OutputDelta, RequestOutput, stack_normalized_embeddings
 from modelmill.progress_display import show_progress
 from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime import sleep_mode
@@ -281,7 +281,7 @@ class LLM(OpenedEngine[EngineCore]):
             RequestError: A prompt or an argument is invalid.
         """
         requests = [self.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)]
-        return stack_embeddings(self._run_requests(requests, progress), dimensions)
+        return stack_normalized_embeddings(self._run_requests(requests, progress), dimensions)
 
     def embedding_request(self, prompt: Prompt, pooling: str = MEAN_POOLING) -> RequestOutputState:
         """Make a request for a prompt's embedding, without queueing it. Raises RequestError."""

@@ -98,7 +98,9 @@ def truncate_and_normalize(state: bytes, dimensions: int | None = None) -> np.nd
     return (x / length).astype("<f4")
 
 
-def stack_embeddings(outputs: Sequence[RequestOutput], dimensions: int | None) -> np.ndarray:
+def stack_normalized_embeddings(
+    outputs: Sequence[RequestOutput], dimensions: int | None
+) -> np.ndarray:
     """Stack embeddings as rows [N, H] float32 of length 1. Raises RequestError."""
     if not outputs:
         raise RequestError("there is nothing to embed; give at least one prompt")

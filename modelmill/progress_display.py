@@ -27,7 +27,7 @@ MIN_INTERVAL_SECONDS = 10.0
 """Minimum seconds between lines."""
 INTERVAL_FRACTION = 0.1
 """Interval between lines as a share of the elapsed time: six minutes after one hour."""
-PERCENT_ABOVE_TOTAL = 10_000
+MAX_TOTAL_SHOWN_AS_COUNT = 10_000
 """Totals up to here are counts of something, above they are bytes."""
 
 
@@ -227,7 +227,7 @@ def seconds_until_next_line(seconds: float, every: float = MIN_INTERVAL_SECONDS)
 
 def format_progress(stage: str, done: float, total: float, seconds: float) -> str:
     """Format progress like 'quantizing layers: 7 of 32 done, 41 s'."""
-    if total > PERCENT_ABOVE_TOTAL:
+    if total > MAX_TOTAL_SHOWN_AS_COUNT:
         stage += f": {100 * done / total:.0f} %"
     elif total > 1:
         stage += f": {done:.0f} of {total:.0f} done"

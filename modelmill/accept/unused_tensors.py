@@ -58,11 +58,11 @@ def explain_unused_language_tensors(reference: ReferenceModel) -> list[dict[str,
         for pattern, what in reference.unused_tensor_patterns().items()
     }
     # the first pattern that fits counts: a layer that predicts may have biases, too
-    known = {**_multi_token_prediction_pattern(unread, reference.num_layers), **own, **patterns}
+    known = {**_harmless_mtp_patterns(unread, reference.num_layers), **own, **patterns}
     return _summarize_unused_tensors(unread, source.container.get, known)
 
 
-def _multi_token_prediction_pattern(unread: Iterable[str], num_layers: int) -> HarmlessPatterns:
+def _harmless_mtp_patterns(unread: Iterable[str], num_layers: int) -> HarmlessPatterns:
     """Return the pattern of the layer behind the last, where it is one that predicts (2412.19437).
 
     Its matrix ``eh_proj`` joins a token's embedding with the hidden state before it.

@@ -71,7 +71,7 @@ CONV_ENCODER_CHECK_BUFFERS = 4.5
 with a convolutional encoder is checked.
 """
 ENCODER_SCORE_MATRICES = 7
-"""Buffers of the size of one image's widest layer (float32) in a convolutional encoder's check."""
+"""Float32 scores of one head over a whole image that the reference of a ViT holds at once."""
 GPU_MEMORY_UTILIZATION = 0.9
 """Share of a device's memory that an engine uses."""
 DOES_NOT_FIT_PREFIX = "does not fit"

@@ -29,7 +29,7 @@ from modelmill.nn.layer_stack import (
     ModuleLocation,
     linear_quant_site,
     locate_module_in_stacks,
-    weight_file,
+    module_weight_file,
 )
 from modelmill.nn.linear import Linear
 from modelmill.quant.keep import KEEP_RECIPE_NAME, PrequantizedWeight, find_prequantized_weight
@@ -238,7 +238,7 @@ def plan_tensors(
             raise TensorMismatch(
                 shape_mismatch_message(rule.sources, planned.shape, expected[rule.target])
             )
-        out.append(replace(planned, place=place, weight_file=weight_file(model, module)))
+        out.append(replace(planned, place=place, weight_file=module_weight_file(model, module)))
     return out
 
 

@@ -136,7 +136,7 @@ def _read_delta_net_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _ungrouped_row_indices(groups: int, *sizes: int) -> list[list[int]]:
+def _row_indices_by_part(groups: int, *sizes: int) -> list[list[int]]:
     """Return of rows by group, each with some of every part, the places of each part's rows."""
     places = torch.arange(groups * sum(sizes)).view(groups, -1).split(sizes, 1)
     return [part.flatten().tolist() for part in places]
@@ -149,8 +149,8 @@ def _slices_grouped_by_key_head(
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     group = heads // keys
     dim, values = config["linear_key_head_dim"], group * config["linear_value_head_dim"]
-    b, a = _ungrouped_row_indices(keys, group, group)
-    q, k, v, z = _ungrouped_row_indices(keys, dim, dim, values, values)
+    b, a = _row_indices_by_part(keys, group, group)
+    q, k, v, z = _row_indices_by_part(keys, dim, dim, values, values)
     return {
         "blk.ssm_ba": (
             ReorderedTensorSlice(f"{HF_LINEAR_ATTENTION_PATH}.in_proj_b", 2 * heads, tuple(b)),
@@ -169,7 +169,7 @@ def _slices_grouped_by_key_head(
     }
 
 
-def _value_head_reordering(
+def _slices_by_value_head(
     config: Mapping[str, Any],
 ) -> dict[str, tuple[ReorderedTensorSlice, ...]]:
     """Return the rows and columns of Qwen3.5 that are by head of values."""
@@ -199,7 +199,7 @@ _QWEN35 = GgufArchitecture(
     norms_plus_one=True,
     model_type="qwen3_5_text",
     read_config=_read_delta_net_config,
-    parts=_value_head_reordering,
+    parts=_slices_by_value_head,
     draft_prefix="mtp.",
 )
 _QWEN35_MOE = replace(

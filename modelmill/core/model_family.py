@@ -60,12 +60,12 @@ class CheckpointTensorRules(NamedTuple):
 
 
 def checkpoint_tensor_rules(family: ModuleType) -> CheckpointTensorRules:
-    """Return what a model file says in its ``LAYOUT``; functions of its own have precedence.
+    """Return what a file's ``CHECKPOINT_LAYOUT`` says; functions of its own have precedence.
 
-    ``LAYOUT`` is a ``models._rename_rules.CheckpointLayout``. A file without one has
+    ``CHECKPOINT_LAYOUT`` is a ``models._rename_rules.CheckpointLayout``. A file without one has
     ``CHECKPOINT_PREFIXES``, ``rename_rules`` and ``ignored_tensors`` by themselves.
     """
-    layout: Any = getattr(family, "LAYOUT", None)
+    layout: Any = getattr(family, "CHECKPOINT_LAYOUT", None)
     own = vars(family)
     return CheckpointTensorRules(
         own["CHECKPOINT_PREFIXES"] if layout is None else layout.prefixes,

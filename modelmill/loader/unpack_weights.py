@@ -67,12 +67,12 @@ def unpack_weights_without_kernels(
             module.packed_up_projections()  # now, since the KV cache takes a share of what is left
     if tp_group.rank:
         return
-    for line in (missing_kernels_reason(ops), report.still_packed_warning):
+    for line in (missing_cpu_kernels_warning(ops), report.still_packed_warning):
         if line is not None:
             _log.warning("%s", line)
 
 
-def missing_kernels_reason(ops: Ops) -> str | None:
+def missing_cpu_kernels_warning(ops: Ops) -> str | None:
     """Why this CPU has no compiled kernels and what to do, in one line; None if it has them."""
     reason = kernels.unavailable_reason("cpu")
     if reason is None or ops.backends["linear"] == "cpu":

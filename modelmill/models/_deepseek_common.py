@@ -38,7 +38,7 @@ class DeepseekLayout(CheckpointLayout):
         return CheckpointLayout.rename_rules(replace(self, names=names), config)
 
 
-LAYOUT = DeepseekLayout(
+CHECKPOINT_LAYOUT = DeepseekLayout(
     {
         **_moe_config.SHARED_EXPERTS_LAYOUT.names,
         "attn.q_proj": ("self_attn.q_proj",),

@@ -32,7 +32,7 @@ UNGROUPED_NAMES = {
     "attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     "attn.rates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 }
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     UNGROUPED_NAMES,
     norms_less_one=True,
     whole_norms=frozenset(("attn.gated_norm",)),

@@ -358,4 +358,4 @@ def refuse_sliding_windows(raw: RawConfig, config: DecoderConfig) -> DecoderConf
     return config
 
 
-LAYOUT = CheckpointLayout(CHECKPOINT_NAMES)
+CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_NAMES)

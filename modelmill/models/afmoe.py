@@ -22,7 +22,7 @@ from modelmill.nn.moe import SIGMOID
 from modelmill.nn.sandwich import SandwichLayer
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES,
         "attn.gate_proj": ("self_attn.gate_proj",), "attn_post": ("post_attention_layernorm",),

@@ -14,7 +14,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.xielu import XIELU
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         "attn_norm": ("attention_layernorm",),

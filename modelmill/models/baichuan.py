@@ -18,7 +18,7 @@ from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_proj": ("self_attn.W_pack",)})
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_proj": ("self_attn.W_pack",)})
 UNUSED_CONFIG_KEYS = ("model_max_length", "_from_model_config")
 BAICHUAN2_VOCAB = 125696
 
@@ -41,7 +41,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model; in GGUFs q, k and v are apart."""
     out = []
-    for rule in LAYOUT.rename_rules(config):
+    for rule in CHECKPOINT_LAYOUT.rename_rules(config):
         stem, pack, leaf = rule.sources[0].partition("W_pack.")
         apart = tuple(f"{stem}{part}_proj.{leaf}" for part in "qkv") if pack else ()
         out.append(replace(rule, apart=apart))

@@ -11,7 +11,7 @@ from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     layers="transformer.h",
     embed="transformer.word_embeddings",
     embed_norm="transformer.word_embeddings_layernorm",

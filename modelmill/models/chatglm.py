@@ -24,7 +24,7 @@ from modelmill.nn.norm import LAYER_NORM, RMS_NORM
 from modelmill.nn.rotary import RopeSpec
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     names=layer_checkpoint_names(),
     layers="transformer.encoder.layers",
     embed="transformer.embedding.word_embeddings",

@@ -23,7 +23,7 @@ Model = Decoder
 PER_HEAD_QK_NORM_SOURCES = SourceTensors(
     ("self_attn.q_norm.weight", "self_attn.k_norm.weight"), "cat0+flatten"
 )
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     CHECKPOINT_NAMES, neighbours=True, tensors={"attn.qkv_norm.weight": PER_HEAD_QK_NORM_SOURCES}
 )
 

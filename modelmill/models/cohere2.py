@@ -15,7 +15,7 @@ from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 
 Model = Decoder
-LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
+CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
 SUPPORTED_VALUES = {
     "position_embedding_type": ("rope_gptj",),
     "rotary_pct": (1.0,),

@@ -17,7 +17,7 @@ from modelmill.models._llama_common import ConfigDefaults, windows_except_every_
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 SUPPORTED_VALUES = {"attention_bias": (False,)}
 FULL_ATTENTION_INTERVAL = 4
 DEFAULT_ROPE: Mapping[str, Any] = {

@@ -22,7 +22,7 @@ SUPPORTED_VALUES = {
     "mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",),
     "moe_layer_freq": (1,),
 }  # fmt: skip
-LAYOUT = _deepseek_common.LAYOUT
+CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 # n_group and topk_group have an effect with one of the two methods alone, which reads them
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "n_group", "topk_group")
 CONFIG_DEFAULTS = {

@@ -14,7 +14,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
 Model = Decoder
-LAYOUT = _deepseek_common.LAYOUT
+CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
 SUPPORTED_VALUES = SIGMOID_ROUTER_SETTINGS
 CONFIG_DEFAULTS = {

@@ -14,7 +14,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.difference": ("self_attn",)})
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.difference": ("self_attn",)})
 UNUSED_CONFIG_KEYS = ("lambda_std_dev",)  # of training
 
 
@@ -43,7 +43,7 @@ def rename_rules(config: DecoderConfig) -> list[Rule]:
     step = f"+rows:{'/'.join(_head_pair_row_ranges(config))}"
     return [
         replace(rule, how=f"{rule.how}{step}") if ".attn.qkv_proj." in rule.target else rule
-        for rule in LAYOUT.rename_rules(config)
+        for rule in CHECKPOINT_LAYOUT.rename_rules(config)
     ]
 
 

@@ -20,7 +20,7 @@ Model = Decoder
 SUPPORTED_VALUES = {
     "scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
-LAYOUT = _moe_config.SHARED_EXPERTS_LAYOUT
+CHECKPOINT_LAYOUT = _moe_config.SHARED_EXPERTS_LAYOUT
 FLOAT32_TENSORS = _moe_config.SELECTION_BIAS_PATTERNS
 
 

@@ -10,7 +10,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
+CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
 CONFIG_DEFAULTS = ConfigDefaults(
     kv_heads=2, head_dim=128, positions=131072, eps=1e-5, tied=True, theta=5e5, activation="silu"
 )

@@ -24,7 +24,7 @@ Model = Decoder
 SELECTION_BIAS_SOURCE = SourceTensors(
     ("mlp.moe_statics.e_score_correction_bias",), "flatten"
 )  # [1, E]
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
     neighbours=True,
     tensors={"mlp.routing.selection_bias": SELECTION_BIAS_SOURCE},

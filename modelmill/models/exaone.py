@@ -17,7 +17,7 @@ from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         "attn_norm": ("ln_1",),

@@ -12,7 +12,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 
 Model = Decoder
-LAYOUT = CheckpointLayout(POST_NORM_NAMES)
+CHECKPOINT_LAYOUT = CheckpointLayout(POST_NORM_NAMES)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

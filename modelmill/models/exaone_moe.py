@@ -16,7 +16,7 @@ from modelmill.nn.pre_norm import PreNormLayer
 
 Model = Decoder
 SELECTION_BIAS_SOURCE = SourceTensors(("mlp.e_score_correction_bias",))
-LAYOUT = replace(
+CHECKPOINT_LAYOUT = replace(
     _moe_config.SHARED_EXPERTS_LAYOUT,
     tensors={"mlp.routing.selection_bias": SELECTION_BIAS_SOURCE},
     ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction

@@ -12,13 +12,7 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
 from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _hf_config, _llama_common, bloom
-from modelmill.models._hf_config import (
-    MAX_CONFIG_INTEGER,
-    linear_bias_fields,
-    positive_int,
-    read_activation,
-    read_boolean,
-)
+from modelmill.models._hf_config import MAX_CONFIG_INTEGER, positive_int, read_boolean
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -26,8 +20,8 @@ from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
 Model = Decoder
-LAYOUT = bloom.LAYOUT
-TWO_NORM_NAMES = {**LAYOUT.names, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
+CHECKPOINT_LAYOUT = bloom.CHECKPOINT_LAYOUT
+TWO_NORM_NAMES = {**CHECKPOINT_LAYOUT.names, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
 UNUSED_CONFIG_KEYS = ("apply_residual_connection_post_layernorm",)
 
 
@@ -51,11 +45,11 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         with_config_overrides(raw, sizes),
         ConfigDefaults(tied=True),
         layer_norm="layer_norm_epsilon",
-        activation=read_activation(raw, "activation", "gelu"),
+        activation=_hf_config.read_activation(raw, "activation", "gelu"),
         layer=ParallelResidualLayer if parallel else PreNormLayer,
         mlp_norm=_has_two_norms(raw, new, parallel),
         gated=False,
-        **linear_bias_fields(raw, "bias", False),
+        **_hf_config.linear_bias_fields(raw, "bias", False),
     )
     if not read_boolean(raw, "alibi", False):
         return config
@@ -76,5 +70,6 @@ def _has_two_norms(raw: RawConfig, new: bool, parallel: bool) -> bool:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; a parallel layer with two norms has other names for them."""
-    two = config.layer is ParallelResidualLayer and config.mlp_norm
-    return (replace(LAYOUT, names=TWO_NORM_NAMES) if two else LAYOUT).rename_rules(config)
+    if config.layer is ParallelResidualLayer and config.mlp_norm:
+        return replace(CHECKPOINT_LAYOUT, names=TWO_NORM_NAMES).rename_rules(config)
+    return CHECKPOINT_LAYOUT.rename_rules(config)

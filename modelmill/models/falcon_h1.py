@@ -25,7 +25,7 @@ from modelmill.nn.decoder import Decoder
 from modelmill.nn.parallel_hybrid_layer import ParallelHybridLayer, attn_to_mamba_path
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **{
@@ -72,4 +72,6 @@ def config_from_hf(raw: RawConfig) -> FalconH1Config:
 
 def rename_rules(config: FalconH1Config) -> list[Rule]:
     """Every tensor of the model, the multipliers folded in."""
-    return [fold_multipliers_into_rule(rule, config) for rule in LAYOUT.rename_rules(config)]
+    return [
+        fold_multipliers_into_rule(rule, config) for rule in CHECKPOINT_LAYOUT.rename_rules(config)
+    ]

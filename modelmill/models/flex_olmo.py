@@ -19,7 +19,7 @@ from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES})
+CHECKPOINT_LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES})
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -10,7 +10,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, norms_less_one=True)
+CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, norms_less_one=True)
 SUPPORTED_VALUES = {"hidden_activation": ("gelu_pytorch_tanh",)}
 
 

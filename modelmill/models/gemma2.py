@@ -28,7 +28,7 @@ GEMMA2_NORM_NAMES = {
     "mlp_norm": ("pre_feedforward_layernorm",),
     "mlp_post": ("post_feedforward_layernorm",),
 }
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **GEMMA2_NORM_NAMES}, norms_less_one=True)
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **GEMMA2_NORM_NAMES}, norms_less_one=True)
 # "hidden_act" of older files is not read by transformers either: "hidden_activation" is
 UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act", "sliding_window_size")
 

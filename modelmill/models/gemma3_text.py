@@ -21,7 +21,9 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **gemma2.GEMMA2_NORM_NAMES}, norms_less_one=True)
+CHECKPOINT_LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **gemma2.GEMMA2_NORM_NAMES}, norms_less_one=True
+)
 MAX_POSITIONS = 131072
 UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
 

@@ -57,7 +57,7 @@ SCALE_NAMES = {
     "experts.router_norm.weight": SourceTensors(("router.scale",)),
     "experts.moe.routing.expert_scale": SourceTensors(("router.per_expert_scale",)),
 }
-LAYOUT = CheckpointLayout(CHECKPOINT_LAYER_NAMES, tensors=SCALE_NAMES)
+CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_LAYER_NAMES, tensors=SCALE_NAMES)
 LAYER_INPUT_NAMES = {
     "table": "embed_tokens_per_layer",
     "projection": "per_layer_model_projection",
@@ -119,7 +119,7 @@ def config_from_hf(raw: RawConfig) -> Gemma4Config:
 
 def rename_rules(config: Gemma4Config) -> list[Rule]:
     """Every tensor of the model."""
-    out = LAYOUT.rename_rules(config)
+    out = CHECKPOINT_LAYOUT.rename_rules(config)
     if config.inputs is not None:
         out += [
             Rule(f"layer_inputs.{name}.weight", (f"model.{source}.weight",))
@@ -144,7 +144,7 @@ def ignored_tensors(config: Gemma4Config) -> tuple[str, ...]:
         rf"model\.layers\.{layer}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)"
         for layer in layers
     )
-    return (*LAYOUT.ignored_tensors(config), *unused)
+    return (*CHECKPOINT_LAYOUT.ignored_tensors(config), *unused)
 
 
 class Model(Decoder):

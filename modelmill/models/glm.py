@@ -11,7 +11,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 CHECKPOINT_NAMES = {**CHECKPOINT_NAMES, "mlp.gate_up_proj": ("mlp.gate_up_proj",)}
-LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
+CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

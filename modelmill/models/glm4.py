@@ -15,7 +15,9 @@ POST_BRANCH_NORM_NAMES = {
     "attn_post": ("post_self_attn_layernorm",),
     "mlp_post": ("post_mlp_layernorm",),
 }
-LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **POST_BRANCH_NORM_NAMES}, neighbours=True)
+CHECKPOINT_LAYOUT = CheckpointLayout(
+    {**glm.CHECKPOINT_NAMES, **POST_BRANCH_NORM_NAMES}, neighbours=True
+)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -15,7 +15,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
 Model = Decoder
-LAYOUT = replace(_moe_config.SHARED_EXPERTS_LAYOUT, has_draft_layer=True)
+CHECKPOINT_LAYOUT = replace(_moe_config.SHARED_EXPERTS_LAYOUT, has_draft_layer=True)
 UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 FLOAT32_TENSORS = _moe_config.SELECTION_BIAS_PATTERNS
 

@@ -20,7 +20,7 @@ from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = replace(_gpt2_common.GPT2_LAYOUT, transposed=True)  # Conv1D stores [in, out]
+CHECKPOINT_LAYOUT = replace(_gpt2_common.GPT2_LAYOUT, transposed=True)  # Conv1D stores [in, out]
 UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 

@@ -16,7 +16,7 @@ from modelmill.models._hf_config import (
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = _gpt2_common.GPT2_LAYOUT
+CHECKPOINT_LAYOUT = _gpt2_common.GPT2_LAYOUT
 UNUSED_CONFIG_KEYS = (  # settings of one runtime
     "inference_runner", "validate_runner_input", "pre_allocate_kv_cache", "max_batch_size",
     "pad_key_length",
@@ -38,4 +38,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; with a key for each head, q, k and v of a head are beside each other."""
-    return replace(LAYOUT, grouped_qkv=config.kv_heads == config.heads).rename_rules(config)
+    return replace(CHECKPOINT_LAYOUT, grouped_qkv=config.kv_heads == config.heads).rename_rules(
+        config
+    )

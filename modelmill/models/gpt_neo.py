@@ -14,7 +14,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
 GLOBAL_ATTENTION, LOCAL_ATTENTION = "global", "local"
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     **_gpt2_common.NON_LAYER_NAMES,
     positions="transformer.wpe",
     names={

@@ -18,7 +18,7 @@ from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     layers="gpt_neox.layers",
     embed="gpt_neox.embed_in",
     norm="gpt_neox.final_layer_norm",

@@ -24,7 +24,7 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops.fused_moe import SwigluClamp
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **EXPERT_NAMES,

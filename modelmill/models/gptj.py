@@ -18,7 +18,7 @@ from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.rotary import RopeSpec
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     **_gpt2_common.NON_LAYER_NAMES,
     neighbours=True,
     ignored=(r".*\.attn\.(masked_)?bias",),

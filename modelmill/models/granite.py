@@ -9,7 +9,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -19,7 +19,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.core": ("self_attn",)})  # the sinks
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.core": ("self_attn",)})  # the sinks
 UNUSED_CONFIG_KEYS = ("rope_theta",)  # where layer_rope_theta has another base
 FULL_ATTENTION_INTERVAL = 4
 CONFIG_DEFAULTS = {

@@ -14,7 +14,9 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **STACKED_EXPERT_NAMES}, experts_stacked=True)
+CHECKPOINT_LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **STACKED_EXPERT_NAMES}, experts_stacked=True
+)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -24,7 +24,7 @@ from modelmill.nn.moe_spec import MoESpec
 Model = Decoder
 SHARED_MLP_NAMES = {"gate_up_proj": ("shared_mlp.input_linear",),
               "down_proj": ("shared_mlp.output_linear",)}  # fmt: skip
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **mamba_checkpoint_names("mamba"),
@@ -64,7 +64,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model."""
-    return with_separate_gate_up_sources(LAYOUT.rename_rules(config))
+    return with_separate_gate_up_sources(CHECKPOINT_LAYOUT.rename_rules(config))
 
 
 def with_separate_gate_up_sources(rules: list[Rule]) -> list[Rule]:

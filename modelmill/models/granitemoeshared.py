@@ -15,7 +15,7 @@ from modelmill.models.granitemoehybrid import SHARED_MLP_NAMES, with_separate_ga
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **CHECKPOINT_NAMES,
         **STACKED_EXPERT_NAMES,
@@ -37,4 +37,4 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model."""
-    return with_separate_gate_up_sources(LAYOUT.rename_rules(config))
+    return with_separate_gate_up_sources(CHECKPOINT_LAYOUT.rename_rules(config))

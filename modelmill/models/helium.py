@@ -10,7 +10,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
+CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -7,7 +7,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder
 
 Model = Decoder
-LAYOUT = CheckpointLayout(_hunyuan_config.HUNYUAN_NAMES)
+CHECKPOINT_LAYOUT = CheckpointLayout(_hunyuan_config.HUNYUAN_NAMES)
 SUPPORTED_VALUES = _hunyuan_config.SUPPORTED_VALUES
 UNUSED_CONFIG_KEYS = _hunyuan_config.UNUSED_CONFIG_KEYS
 config_from_hf = _hunyuan_config.config_from_hf

@@ -33,7 +33,7 @@ SHARED_MLP_NAMES = {
     f"{SHARED_EXPERT_PATH}.down_proj": ("mlp.shared_mlp.down_proj",),
 }
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**HUNYUAN_NAMES, **EXPERT_NAMES, **SHARED_MLP_NAMES, "mlp.router": ("mlp.gate.wg",)}
 )
 # of images, which these models do not read

@@ -27,7 +27,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import SIGMOID
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_MLP_NAMES, "mlp.router": ("mlp.router.gate",)},
     tensors={"mlp.routing.selection_bias": SourceTensors(("mlp.expert_bias",))},
     has_draft_layer=True,

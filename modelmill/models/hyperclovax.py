@@ -19,7 +19,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer, ScaledBranchLayer
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "attn_post": ("post_norm1",), "mlp_post": ("post_norm2",)}
 )
 POST_BRANCH_NORM_SUFFIXES = (".attn_post.weight", ".mlp_post.weight")
@@ -45,7 +45,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the model; a branch's factor is one of the norm behind it, if it has one."""
-    made = LAYOUT.rename_rules(config)
+    made = CHECKPOINT_LAYOUT.rename_rules(config)
     if config.layer is not SandwichLayer or config.branch_scale in (None, 1.0):
         return made
     step = f"+scale_rows:{config.hidden}*{config.branch_scale!r}"

@@ -13,7 +13,7 @@ from modelmill.models._hf_config import attention_bias_fields, positive_float
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

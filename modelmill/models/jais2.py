@@ -9,7 +9,7 @@ from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = arcee.LAYOUT
+CHECKPOINT_LAYOUT = arcee.CHECKPOINT_LAYOUT
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

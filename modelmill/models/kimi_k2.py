@@ -5,7 +5,7 @@ from __future__ import annotations
 from modelmill.models import deepseek_v3
 
 Model = deepseek_v3.Model
-LAYOUT = deepseek_v3.LAYOUT
+CHECKPOINT_LAYOUT = deepseek_v3.CHECKPOINT_LAYOUT
 FLOAT32_TENSORS = deepseek_v3.FLOAT32_TENSORS
 SUPPORTED_VALUES = deepseek_v3.SUPPORTED_VALUES
 UNUSED_CONFIG_KEYS = deepseek_v3.UNUSED_CONFIG_KEYS

@@ -18,7 +18,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(_lfm2_config.LFM2_NAMES, norm="model.embedding_norm")
+CHECKPOINT_LAYOUT = CheckpointLayout(_lfm2_config.LFM2_NAMES, norm="model.embedding_norm")
 SUPPORTED_VALUES = _lfm2_config.SUPPORTED_VALUES
 UNUSED_CONFIG_KEYS = _lfm2_config.UNUSED_CONFIG_KEYS
 

@@ -18,7 +18,7 @@ from modelmill.nn.moe import SIGMOID
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **LFM2_NAMES,
         "mlp.router": ("feed_forward.gate",),

@@ -24,7 +24,7 @@ from modelmill.nn.sandwich import SandwichLayer
 from modelmill.nn.short_conv import ShortConvSpec
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **LFM2_NAMES,
         "attn.rope_cache.q_norm": ("self_attn.q_norm",),

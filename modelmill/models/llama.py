@@ -9,7 +9,7 @@ from modelmill.models._llama_common import ConfigDefaults
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

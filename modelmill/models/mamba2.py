@@ -25,7 +25,7 @@ from modelmill.nn.pre_norm import MixerLayer
 
 Model = Decoder
 DEFAULT_MAX_LEN = 1 << 18  # there are no positions; Codestral Mamba was tried up to here
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {"attn_norm": ("norm",), **MAMBA_CHECKPOINT_NAMES},
     layers="backbone.layers",
     embed="backbone.embeddings",

@@ -15,7 +15,7 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES}, ignored=(*IGNORED_BUFFERS, r"mtp\..*")
 )
 SUPPORTED_VALUES = {"use_sliding_window": (True,)}

@@ -16,7 +16,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 SUPPORTED_VALUES = {"scale_emb": (), "scale_depth": (), "num_experts": (0,), "sparse_config": ()}
 UNUSED_CONFIG_KEYS = ("mup_denominator",)
 

@@ -156,7 +156,7 @@ def rename_rules(config: MiniGpt4Config) -> list[Rule]:
     """The decoder's tensors behind ``llama_model.``, the vision encoder's from their own files."""
     decoder = [
         replace(r, sources=tuple(LANGUAGE_MODEL_PREFIX + s for s in r.sources))
-        for r in llama.LAYOUT.rename_rules(config)
+        for r in llama.CHECKPOINT_LAYOUT.rename_rules(config)
     ]
     return decoder + [
         replace(r, target=IMAGE_EMBEDDER_PREFIX + r.target)
@@ -167,7 +167,8 @@ def rename_rules(config: MiniGpt4Config) -> list[Rule]:
 def ignored_tensors(config: MiniGpt4Config) -> list[str]:
     """Tensors that neither the decoder nor the vision encoder reads."""
     return [
-        rf"{LANGUAGE_MODEL_PREFIX}{pattern}" for pattern in llama.LAYOUT.ignored_tensors(config)
+        rf"{LANGUAGE_MODEL_PREFIX}{pattern}"
+        for pattern in llama.CHECKPOINT_LAYOUT.ignored_tensors(config)
     ] + _blip2_vision.ignored_tensors(config.image_embedder)
 
 

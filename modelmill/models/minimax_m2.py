@@ -26,7 +26,7 @@ from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
 SELECTION_BIAS_SOURCE = SourceTensors(("block_sparse_moe.e_score_correction_bias",))
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **QK_NORM_NAMES, **MIXTRAL_EXPERT_NAMES},
     tensors={"mlp.routing.selection_bias": SELECTION_BIAS_SOURCE},
 )

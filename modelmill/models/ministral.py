@@ -5,5 +5,5 @@ from __future__ import annotations
 from modelmill.models import mistral
 
 Model = mistral.Model
-LAYOUT = mistral.LAYOUT
+CHECKPOINT_LAYOUT = mistral.CHECKPOINT_LAYOUT
 config_from_hf = mistral.config_from_hf

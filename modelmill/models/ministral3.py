@@ -18,7 +18,7 @@ from modelmill.nn.attention_temperature import AttentionTemperature
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 SCALING_BETA_KEY, ORIGINAL_LENGTH_KEY = "llama_4_scaling_beta", "original_max_position_embeddings"
 DEFAULT_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, ORIGINAL_LENGTH_KEY: 16384,

@@ -21,7 +21,7 @@ MIXTRAL_EXPERT_NAMES = {
     "mlp.experts.*.gate_up_proj": (f"{EXPERT_PATH}.w1", f"{EXPERT_PATH}.w3"),
     "mlp.experts.*.down_proj": (f"{EXPERT_PATH}.w2",),
 }
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MIXTRAL_EXPERT_NAMES})
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MIXTRAL_EXPERT_NAMES})
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

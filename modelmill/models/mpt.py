@@ -16,7 +16,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     names={
         "attn_norm": ("norm_1",),
         "attn.qkv_proj": ("attn.Wqkv",),

@@ -13,7 +13,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
 # older names of partial_rotary_factor, which transformers does not read
 SUPPORTED_VALUES = {"rope_percent": (0.5,), "rope_percentage": (0.5,)}
 
@@ -34,5 +34,5 @@ def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; the norms' weights, and not their biases, are stored less 1."""
     return [
         replace(rule, how=f"{rule.how}+plus_one") if rule.target.endswith("norm.weight") else rule
-        for rule in LAYOUT.rename_rules(config)
+        for rule in CHECKPOINT_LAYOUT.rename_rules(config)
     ]

@@ -20,7 +20,7 @@ from modelmill.nn.one_branch_layer import OneBranchLayer
 MLP_SOURCES = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
                SHARED_EXPERT_PATH: "mixer.shared_experts"}  # fmt: skip
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         "attn_norm": ("norm",),
         "mlp_norm": ("norm",),

@@ -12,7 +12,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = ("rms_norm_eps",)  # of LLaMA's class, from which files of 2024 come
 
 
@@ -29,4 +29,4 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; norms have no weights."""
-    return rename_rules_with_all_ones_norms(LAYOUT, config, "self_attn.o_proj")
+    return rename_rules_with_all_ones_norms(CHECKPOINT_LAYOUT, config, "self_attn.o_proj")

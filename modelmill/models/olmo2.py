@@ -17,7 +17,7 @@ POST_NORM_NAMES = {
     "attn_post": ("post_attention_layernorm",),
     "mlp_post": ("post_feedforward_layernorm",),
 }
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**POST_NORM_NAMES, "attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
 )
 

@@ -10,7 +10,7 @@ from modelmill.models._hf_config import num_layers
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = olmo2.LAYOUT
+CHECKPOINT_LAYOUT = olmo2.CHECKPOINT_LAYOUT
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -22,7 +22,7 @@ from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
 QK_NORM_NAMES = {"attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES})
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES})
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -18,7 +18,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM, LAYER_NORM_WITHOUT_BIAS
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     layers="model.decoder.layers",
     embed="model.decoder.embed_tokens",
     positions="model.decoder.embed_positions",
@@ -61,5 +61,5 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
 def rename_rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor; norms may have no weights."""
     if config.norm == LAYER_NORM:
-        return LAYOUT.rename_rules(config)
-    return rename_rules_with_all_ones_norms(LAYOUT, config, "self_attn.out_proj")
+        return CHECKPOINT_LAYOUT.rename_rules(config)
+    return rename_rules_with_all_ones_norms(CHECKPOINT_LAYOUT, config, "self_attn.out_proj")

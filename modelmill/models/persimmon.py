@@ -12,7 +12,7 @@ from modelmill.models.phi import qk_norm_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {
         **layer_checkpoint_names("self_attn"),
         "attn.qkv_norm": ("self_attn.q_layernorm", "self_attn.k_layernorm"),

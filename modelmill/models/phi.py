@@ -17,7 +17,7 @@ from modelmill.nn.parallel_residual_layer import ParallelResidualLayer
 from modelmill.nn.qkv_norm import SHARED_HEAD_LAYER_NORM, QKNormConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     norm="model.final_layernorm",
     names={
         "attn_norm": ("input_layernorm",),

@@ -13,7 +13,7 @@ MERGED_PROJECTION_NAMES = {
     "attn.qkv_proj": ("self_attn.qkv_proj",),
     "mlp.gate_up_proj": ("mlp.gate_up_proj",),
 }
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MERGED_PROJECTION_NAMES})
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MERGED_PROJECTION_NAMES})
 SUPPORTED_VALUES = {"full_attn_mod": (1,), "interpolate_factor": (1,)}  # of Phi-4-mini
 UNUSED_CONFIG_KEYS = ("original_max_position_embeddings",)  # read where something is scaled
 

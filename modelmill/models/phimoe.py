@@ -24,7 +24,7 @@ from modelmill.nn.moe import SPARSE_MIXER
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-LAYOUT = mixtral.LAYOUT
+CHECKPOINT_LAYOUT = mixtral.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = ("input_jitter_noise", "original_max_position_embeddings")
 SPARSE_MIXER_TOP_K = 2
 """Experts of a token in SparseMixer."""

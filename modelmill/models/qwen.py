@@ -26,7 +26,7 @@ from modelmill.nn.rotary import RopeSpec
 
 Model = Decoder
 # of the MLP w2 is the gate, w1 is up
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     **_gpt2_common.NON_LAYER_NAMES,
     names={**_gpt2_common.GPT2_LAYER_NAMES, "mlp.gate_up_proj": ("mlp.w2", "mlp.w1")},
     ignored=(
@@ -105,4 +105,4 @@ def rename_rules(config: DecoderConfig) -> list[Rule]:
         layer = rule.target.split(".")[1] if rule.target.startswith("layers.") else -1
         return int(layer), rule.target.endswith(OPTIONAL_BIASES)
 
-    return sorted(LAYOUT.rename_rules(config), key=place)
+    return sorted(CHECKPOINT_LAYOUT.rename_rules(config), key=place)

@@ -30,7 +30,9 @@ DEFAULT_INTERMEDIATE_SIZES = {
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
 }
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES})
+CHECKPOINT_LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES}
+)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -22,8 +22,9 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-LAYOUT = replace(
-    _delta_net_config.LAYOUT, names={**UNGROUPED_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES}
+CHECKPOINT_LAYOUT = replace(
+    _delta_net_config.CHECKPOINT_LAYOUT,
+    names={**UNGROUPED_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES},
 )
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION_VALUES

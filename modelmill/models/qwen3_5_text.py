@@ -11,7 +11,7 @@ from modelmill.models._delta_net_config import (
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = _delta_net_config.LAYOUT
+CHECKPOINT_LAYOUT = _delta_net_config.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION_VALUES
 

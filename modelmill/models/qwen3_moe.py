@@ -15,7 +15,7 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES})
+CHECKPOINT_LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES})
 SUPPORTED_VALUES = {
     "use_qk_norm": (True,), "qkv_bias": (False,), "shared_expert_intermediate_size": (0,),
 }  # fmt: skip

@@ -19,8 +19,8 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 Model = Decoder
-LAYOUT = replace(
-    _delta_net_config.LAYOUT,
+CHECKPOINT_LAYOUT = replace(
+    _delta_net_config.CHECKPOINT_LAYOUT,
     names={**DELTA_NET_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES},
     grouped_state=True,
 )

@@ -18,7 +18,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
 Model = Decoder
-LAYOUT = _deepseek_common.LAYOUT
+CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 # latent vectors have norms whatever use_qk_norm says, and no head has one
 SUPPORTED_VALUES = {
     **_sarvam_config.SUPPORTED_VALUES, **SIGMOID_ROUTER_SETTINGS, "use_qk_norm": (True, False),

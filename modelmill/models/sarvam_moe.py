@@ -13,7 +13,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
 Model = Decoder
-LAYOUT = replace(
+CHECKPOINT_LAYOUT = replace(
     _moe_config.SHARED_EXPERTS_LAYOUT,
     names={
         **_moe_config.SHARED_EXPERTS_LAYOUT.names,

@@ -20,7 +20,7 @@ from modelmill.models._llama_common import (
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = ("max_window_layers",)  # layer_types names the windows
 
 

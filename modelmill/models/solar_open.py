@@ -16,7 +16,7 @@ UNUSED_CONFIG_KEYS = ("intermediate_size",)  # of layers without experts
 SUPPORTED_VALUES = {
     "use_qk_norm": (False,), "first_k_dense_replace": (0,), "partial_rotary_factor": (1.0,),
 }  # fmt: skip
-LAYOUT = _moe_config.SHARED_EXPERTS_LAYOUT
+CHECKPOINT_LAYOUT = _moe_config.SHARED_EXPERTS_LAYOUT
 FLOAT32_TENSORS = _moe_config.SELECTION_BIAS_PATTERNS
 
 

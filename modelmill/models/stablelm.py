@@ -19,7 +19,7 @@ from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import PER_HEAD_LAYER_NORM, QKNormConfig
 
 Model = Decoder
-LAYOUT = _llama_common.LAYOUT
+CHECKPOINT_LAYOUT = _llama_common.CHECKPOINT_LAYOUT
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -10,7 +10,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)}
 )
 SUPPORTED_VALUES = {"norm_type": ("layer_norm",), "mlp_type": ("default",)}

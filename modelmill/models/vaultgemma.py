@@ -12,7 +12,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.pre_norm import PreNormLayer
 
 Model = Decoder
-LAYOUT = CheckpointLayout(
+CHECKPOINT_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "mlp_norm": ("pre_feedforward_layernorm",)}, norms_less_one=True
 )
 UNUSED_CONFIG_KEYS = gemma2.UNUSED_CONFIG_KEYS

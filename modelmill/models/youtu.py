@@ -12,7 +12,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
 Model = Decoder
-LAYOUT = _deepseek_common.LAYOUT
+CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "embedding_initializer_range")
 DENSE_MODEL_DEFAULTS = {
     "moe_intermediate_size": 1,

@@ -197,7 +197,7 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     in_place: not where tensors would have to be copied; their distances may be larger than they.
     """
     experts, total = moe.local_expert_modules, len(moe.experts)
-    gate_up = [expert_input_linear(expert) for expert in experts]
+    gate_up = [expert_gate_up_or_fc_proj(expert) for expert in experts]
     down = [expert.down_proj for expert in experts]
     op = fused_moe_op_name(gate_up[0].weight)
     gates = {expert_activation(expert.act) for expert in experts}
@@ -218,14 +218,14 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     return StackedExperts(op, (gate_up, down), stacks, gate, elsewhere)
 
 
-def expert_input_linear(expert: ExpertMLP) -> Linear:
+def expert_gate_up_or_fc_proj(expert: ExpertMLP) -> Linear:
     """An expert's gate and up in one, or its up alone."""
     return expert.gate_up_proj if isinstance(expert, Expert) else expert.fc_proj
 
 
 def expert_linears(expert: ExpertMLP) -> tuple[Linear, Linear]:
     """Return both products of an expert."""
-    return expert_input_linear(expert), expert.down_proj
+    return expert_gate_up_or_fc_proj(expert), expert.down_proj
 
 
 def has_gpu_fused_moe_kernel(op: str, gate: ExpertActivation) -> bool:

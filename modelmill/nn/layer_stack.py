@@ -34,14 +34,14 @@ class LayerStack:
 
     Attributes:
         path: Their list in the model.
-        weight_file: Where a layer's tensors are stored; "{:04d}" is the layer's number.
+        weight_file_template: Where a layer's tensors are stored; "{:04d}" is the layer's number.
         recipe: The build option that names the recipe of their linear layers; empty: none does,
             and they stay dense.
         reads_images: Whether they belong to a vision encoder.
     """
 
     path: str
-    weight_file: str = "layer-{:04d}"
+    weight_file_template: str = "layer-{:04d}"
     recipe: str = "quantization"
     reads_images: bool = False
 
@@ -90,14 +90,14 @@ def vision_encoder_linear_specs(model: nn.Module) -> Iterator[tuple[str, int, Li
                 yield f"{stack.path}.{index}.{linear.path}", index, linear
 
 
-def weight_file(model: nn.Module, module: str) -> str:
+def module_weight_file(model: nn.Module, module: str) -> str:
     """The weight file of a module's tensors, without its folder and suffix.
 
     A model lists parts with a file of their own as ``own_weight_files``.
     """
     place = locate_module_in_stacks(model, module)
     if place is not None:
-        return place.stack.weight_file.format(place.layer)
+        return place.stack.weight_file_template.format(place.layer)
     part = module.partition(".")[0]
     return part if part in getattr(model, "own_weight_files", ()) else NON_LAYER_WEIGHT_FILE
 

@@ -57,7 +57,7 @@ class SampleInputs(NamedTuple):
 
 
 DECLARATION = OpDeclaration(inputs=SampleInputs, problem=make_row_op_problem, guard=None)
-REFERENCE_DTYPES_RANGE = RowOpSupportRange(
+SAMPLE_SUPPORT_RANGE = RowOpSupportRange(
     dtypes=(torch.float32,),
     operand_dtypes=(torch.float32, torch.int32, torch.float32, torch.float32, torch.float64),
 )

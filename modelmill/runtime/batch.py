@@ -22,7 +22,7 @@ from modelmill.ops.recurrent_metadata import RecurrentStepMetadata, chunk_size_f
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.batch_buffer_layout import BatchBufferLayout, BatchViews, HostArrays
-from modelmill.runtime.graph_sizes import PaddedSize
+from modelmill.runtime.graph_sizes import PaddedStepShape
 from modelmill.runtime.kv_pages import PageTables
 from modelmill.runtime.sequence import Sequence
 
@@ -199,7 +199,7 @@ class BatchPacker:
         work: Seq[tuple[Sequence, int]],
         logit_rows: LogitRows,
         decode_pad: tuple[int, int] | None = None,
-        prefill_pad: PaddedSize | None = None,
+        prefill_pad: PaddedStepShape | None = None,
     ) -> PackedBatch:
         """Pack a step and start its copy to the device.
 
@@ -212,7 +212,7 @@ class BatchPacker:
         count = sum(count for _, count in work)
         bounds = prefill_pad
         if decode_pad is not None:
-            bounds = PaddedSize(decode_pad[0], *decode_pad)
+            bounds = PaddedStepShape(decode_pad[0], *decode_pad)
         if bounds is None:
             tokens, seqs, samples = count, len(work), len(logit_rows.rows)
             max_context = max(s.computed + c for s, c in work)

@@ -14,8 +14,9 @@ only if it nearly has one of the sizes.
 A *mixed graph* is a prefill graph of several sequences: prompts beside sequences that decode. It is
 padded to a number of tokens and a number of sequences, and gives logits for one row of each
 sequence. The scheduler fills such steps to just one of the sizes while prompts wait
-(``graph_sizes.MIXED_GRAPH_TOKENS``). A streaming client waits for each of these steps: launched
-kernel by kernel, one takes three to four times as long as a decode step, however few its tokens.
+(``graph_sizes.MIXED_GRAPH_TOKEN_COUNTS``). A streaming client waits for each of these steps:
+launched kernel by kernel, one takes three to four times as long as a decode step, however few its
+tokens.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from modelmill.runtime.graph_sizes import (
     MAX_GRAPH_SEQS,
     MAX_GRAPH_TOKENS_TIMES_RANKS,
     MAX_PREFILL_GRAPHS,
-    MIXED_GRAPH_TOKENS,
+    MIXED_GRAPH_TOKEN_COUNTS,
     PREFILL_GRAPH_BYTES,
-    PaddedSize,
+    PaddedStepShape,
     PrefillLimits,
     context_bucket,
     graph_batch_sizes,
@@ -111,7 +112,9 @@ def max_prefill_graph_bytes(config: RunConfig, device_bytes: int) -> int:
 
 def _max_mixed_graphs(config: RunConfig, device_bytes: int) -> int:
     """Most mixed graphs; none where no step can be one."""
-    is_mixed = config.max_num_seqs > 1 and config.max_num_batched_tokens >= MIXED_GRAPH_TOKENS[0]
+    is_mixed = (
+        config.max_num_seqs > 1 and config.max_num_batched_tokens >= MIXED_GRAPH_TOKEN_COUNTS[0]
+    )
     return max_mixed_graphs(device_bytes) if is_mixed else 0
 
 
@@ -152,7 +155,7 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
         self._capturable_outputs: set[str] = set()
 
-    def padded_size(self, seqs: int, context: int) -> tuple[int, int]:
+    def padded_shape(self, seqs: int, context: int) -> tuple[int, int]:
         """(sequences, context) of the smallest graph that fits."""
         size = next(s for s in self.sizes if s >= seqs)
         return size, min(context_bucket(context), max(self._max_len, context))
@@ -277,15 +280,15 @@ class PrefillGraphs:
         """
         self._forward, self._capture = forward, capture
         self.limits, self._states, self._is_parallel = limits, states, is_parallel
-        self._captured: dict[PaddedSize, CapturedGraph[torch.Tensor]] = {}
-        self._num_uses: dict[PaddedSize, int] = {}
+        self._captured: dict[PaddedStepShape, CapturedGraph[torch.Tensor]] = {}
+        self._num_uses: dict[PaddedStepShape, int] = {}
         self._enabled = True
 
     def __len__(self) -> int:
         """Number of captured graphs."""
         return len(self._captured)
 
-    def padded_size(self, tokens: int, seqs: int, context: int) -> PaddedSize | None:
+    def padded_shape(self, tokens: int, seqs: int, context: int) -> PaddedStepShape | None:
         """What a step is padded to; None: it is not padded.
 
         Args:
@@ -293,24 +296,24 @@ class PrefillGraphs:
             seqs: Its sequences.
             context: Most tokens of one, with the new ones.
         """
-        padded = self.limits.padded_size(tokens, seqs, context)
+        padded = self.limits.padded_shape(tokens, seqs, context)
         if padded is None or padded in self._captured or self._can_capture(padded):
             return padded
         # without a graph padding only costs time
         return self._captured_size_above(padded) if padded.is_mixed else None
 
-    def _captured_size_above(self, size: PaddedSize) -> PaddedSize | None:
+    def _captured_size_above(self, size: PaddedStepShape) -> PaddedStepShape | None:
         """The captured mixed size with the fewest tokens that holds another one; None: none."""
         holding = [
             each for each in self._captured if each.is_mixed and all(map(operator.ge, each, size))
         ]
         return min(holding, default=None)
 
-    def _can_capture(self, size: PaddedSize) -> bool:
+    def _can_capture(self, size: PaddedStepShape) -> bool:
         of_its_kind = sum(each.is_mixed == size.is_mixed for each in self._captured)
         return self._enabled and of_its_kind < self.limits.max_graphs(size)
 
-    def choose_step_action(self, size: PaddedSize) -> PaddedStepAction:
+    def choose_step_action(self, size: PaddedStepShape) -> PaddedStepAction:
         """How the next step of this size runs; the use is counted."""
         if size in self._captured:
             return PaddedStepAction.REPLAY
@@ -319,14 +322,14 @@ class PrefillGraphs:
             return PaddedStepAction.LAUNCH
         return PaddedStepAction.CAPTURE
 
-    def run(self, batch: PackedBatch, size: PaddedSize, use: PaddedStepAction) -> torch.Tensor:
+    def run(self, batch: PackedBatch, size: PaddedStepShape, use: PaddedStepAction) -> torch.Tensor:
         """The logits of a batch that is padded to ``size``; a later call may overwrite them."""
         if use is PaddedStepAction.CAPTURE:
             self._capture_graph(size, batch)
         captured = None if use is PaddedStepAction.LAUNCH else self._captured.get(size)
         return self._forward(batch) if captured is None else captured.replay()
 
-    def _capture_graph(self, size: PaddedSize, batch: PackedBatch) -> None:
+    def _capture_graph(self, size: PaddedStepShape, batch: PackedBatch) -> None:
         try:
             with restore_states_on_exit(self._states, batch):
                 self._captured[size] = self._capture(lambda: self._forward(batch))

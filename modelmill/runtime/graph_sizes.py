@@ -12,7 +12,7 @@ PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 """Tokens of the steps of a single prompt."""
 MAX_FREELY_PADDED_TOKENS = 512  # tokens: any padding up to this size costs less than launching
 MAX_PAD_FRACTION = 1 / 64  # share of padding allowed in a larger size of a single prompt
-MIXED_GRAPH_TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+MIXED_GRAPH_TOKEN_COUNTS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 """Tokens of steps with several sequences, decodes included."""
 MIN_MIXED_GRAPH_SEQS, MIXED_GRAPH_SEQS_FACTOR = 16, 4
 """Sequences are padded to this, to four times as many, and so on: empty ones cost little."""
@@ -27,7 +27,7 @@ MIXED_GRAPH_MEMORY_FRACTION = 1 / 64
 """Share of a GPU's memory that all mixed graphs may take."""
 
 
-class PaddedSize(NamedTuple):
+class PaddedStepShape(NamedTuple):
     """What a step is padded to: this determines its layout and launches.
 
     Attributes:
@@ -63,7 +63,7 @@ class PrefillLimits:
     max_mixed_graphs: int = 0
 
     @cached_property
-    def single_tokens(self) -> tuple[int, ...]:
+    def single_prompt_token_counts(self) -> tuple[int, ...]:
         """Sizes of the steps of a single prompt, none larger than needed."""
         return tuple(
             size
@@ -72,9 +72,9 @@ class PrefillLimits:
         )
 
     @cached_property
-    def mixed_tokens(self) -> tuple[int, ...]:
+    def mixed_token_counts(self) -> tuple[int, ...]:
         """Sizes of the steps of several sequences."""
-        return tuple(size for size in MIXED_GRAPH_TOKENS if size <= self.max_tokens)
+        return tuple(size for size in MIXED_GRAPH_TOKEN_COUNTS if size <= self.max_tokens)
 
     @cached_property
     def mixed_seqs(self) -> tuple[int, ...]:
@@ -85,11 +85,11 @@ class PrefillLimits:
             size *= MIXED_GRAPH_SEQS_FACTOR
         return (*sizes, self.max_seqs)
 
-    def max_graphs(self, size: PaddedSize) -> int:
+    def max_graphs(self, size: PaddedStepShape) -> int:
         """Most graphs of the kind of ``size``."""
         return self.max_mixed_graphs if size.is_mixed else MAX_PREFILL_GRAPHS
 
-    def padded_size(self, tokens: int, seqs: int, context: int) -> PaddedSize | None:
+    def padded_shape(self, tokens: int, seqs: int, context: int) -> PaddedStepShape | None:
         """What a step is padded to; None: it is not padded.
 
         Args:
@@ -98,19 +98,19 @@ class PrefillLimits:
             context: Most tokens of one, with the new ones.
         """
         if seqs == 1:
-            size = _smallest_size_at_least(tokens, self.single_tokens)
+            size = _smallest_size_at_least(tokens, self.single_prompt_token_counts)
             if tokens < 2 or size is None or _is_padded_too_much(tokens, size):
                 return None
-            return PaddedSize(size, 1, self._context_bound(context))
+            return PaddedStepShape(size, 1, self._context_bound(context))
         size, padded_seqs = (
-            _smallest_size_at_least(tokens, self.mixed_tokens),
+            _smallest_size_at_least(tokens, self.mixed_token_counts),
             _smallest_size_at_least(seqs, self.mixed_seqs),
         )
         if not self.max_mixed_graphs or size is None or padded_seqs is None:
             return None
-        return PaddedSize(size, padded_seqs, self._context_bound(context))
+        return PaddedStepShape(size, padded_seqs, self._context_bound(context))
 
-    def capture_sizes(self) -> list[PaddedSize]:
+    def capture_sizes(self) -> list[PaddedStepShape]:
         """What is captured before a request needs it, largest first.
 
         Each has the context bound of a first chunk. The smaller graphs reuse the memory of the
@@ -118,15 +118,15 @@ class PrefillLimits:
         hold the others.
         """
         singles = [
-            PaddedSize(size, 1, self._context_bound(min(size, self.max_context)))
-            for size in self.single_tokens
+            PaddedStepShape(size, 1, self._context_bound(min(size, self.max_context)))
+            for size in self.single_prompt_token_counts
         ]
         bound = self._context_bound(1)
         mixed = [
-            PaddedSize(tokens, seqs, bound)
+            PaddedStepShape(tokens, seqs, bound)
             for seqs in reversed(self.mixed_seqs)
             if 1 < seqs <= MAX_WARM_UP_SEQS
-            for tokens in reversed(self.mixed_tokens)
+            for tokens in reversed(self.mixed_token_counts)
         ]
         return sorted((*singles, *mixed[: self.max_mixed_graphs]), reverse=True)
 

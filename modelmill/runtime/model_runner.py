@@ -40,7 +40,7 @@ from modelmill.runtime.cuda_graphs import (
     PrefillGraphCapturer,
     PrefillGraphs,
 )
-from modelmill.runtime.graph_sizes import PaddedSize
+from modelmill.runtime.graph_sizes import PaddedStepShape
 from modelmill.runtime.pending_step import (
     PendingStep,
     StepForward,
@@ -143,11 +143,11 @@ class ModelRunner:
         )
 
     @property
-    def mixed_graph_tokens(self) -> tuple[int, ...]:
+    def mixed_graph_token_counts(self) -> tuple[int, ...]:
         """Tokens of the mixed steps that run by graph, ascending."""
         if self.prefill_graphs is None or not self.prefill_graphs.limits.max_mixed_graphs:
             return ()
-        return self.prefill_graphs.limits.mixed_tokens
+        return self.prefill_graphs.limits.mixed_token_counts
 
     def set_ops(self, ops: Ops) -> None:
         """Use other ops from now on; captured graphs keep theirs."""
@@ -214,7 +214,7 @@ class ModelRunner:
         elif command.command == FORWARD_COMMAND:
             self.forward(batch)
         elif command.command in PADDED_COMMANDS:
-            self._run_padded_batch(batch, command.padded_size, PaddedStepAction(command.command))
+            self._run_padded_batch(batch, command.padded_shape, PaddedStepAction(command.command))
         elif self.decode_graphs is not None:
             try:
                 self.decode_graphs.replay(batch, command.command)
@@ -326,7 +326,9 @@ class ModelRunner:
         if self.decode_graphs is None:
             return
         for size in [s for s in self.decode_graphs.sizes if s <= max_seqs]:
-            batch = self.packer.pack([], LogitRows([], []), self.decode_graphs.padded_size(size, 1))
+            batch = self.packer.pack(
+                [], LogitRows([], []), self.decode_graphs.padded_shape(size, 1)
+            )
             try:
                 for graph_output in (GREEDY_GRAPH_OUTPUT, SAMPLED_GRAPH_OUTPUT):
                     self._broadcast_step(batch, graph_output)
@@ -415,7 +417,7 @@ class ModelRunner:
         assert self.decode_graphs is not None
         work = schedule.work
         n = len(work)
-        pad = self.decode_graphs.padded_size(n, max(s.computed for s, _ in work) + 1)
+        pad = self.decode_graphs.padded_shape(n, max(s.computed for s, _ in work) + 1)
         keep_slots = [s.table_row for s in rows.seqs]
         logit_rows = LogitRows(range(n), keep_slots, sampling.sampling_inputs())
         batch = self.packer.pack(work, logit_rows, pad)
@@ -436,7 +438,9 @@ class ModelRunner:
             return StepForward(schedule, rows, sampling, batch, ids=output)
         return StepForward(schedule, rows, sampling, batch, logits=output)
 
-    def _padded_prefill_size(self, schedule: Schedule, rows: StepLogitRows) -> PaddedSize | None:
+    def _padded_prefill_size(
+        self, schedule: Schedule, rows: StepLogitRows
+    ) -> PaddedStepShape | None:
         """What a step with prompts is padded to, for a prefill graph; None: it is not padded."""
         work = schedule.work
         if (
@@ -452,10 +456,10 @@ class ModelRunner:
         context = max(seq.computed + count for seq, count in work)
         if len(work) == 1 and context > len(work[0][0].tokens):
             return None  # its last id is on the device, where only mixed graphs read it
-        return self.prefill_graphs.padded_size(schedule.num_tokens, len(work), context)
+        return self.prefill_graphs.padded_shape(schedule.num_tokens, len(work), context)
 
     def _forward_padded(
-        self, batch: PackedBatch, size: PaddedSize, num_kept_ids: int = 0
+        self, batch: PackedBatch, size: PaddedStepShape, num_kept_ids: int = 0
     ) -> torch.Tensor:
         """Logits of a padded batch, on all ranks by graph or not."""
         assert self.prefill_graphs is not None
@@ -464,7 +468,7 @@ class ModelRunner:
         return self._run_padded_batch(batch, size, use)
 
     def _run_padded_batch(
-        self, batch: PackedBatch, size: PaddedSize, use: PaddedStepAction
+        self, batch: PackedBatch, size: PaddedStepShape, use: PaddedStepAction
     ) -> torch.Tensor:
         assert self.prefill_graphs is not None
         return self.prefill_graphs.run(batch, size, use)

@@ -36,7 +36,7 @@ from modelmill.runtime.cuda_graphs import (
     SAMPLED_GRAPH_OUTPUT,
     PaddedStepAction,
 )
-from modelmill.runtime.graph_sizes import PaddedSize
+from modelmill.runtime.graph_sizes import PaddedStepShape
 
 FORWARD_COMMAND = "forward"
 COPY_PAGES_COMMAND = "copy"
@@ -122,9 +122,9 @@ class StepCommand:
         return StepCommand(command, views.num_words, views.layout, *fields)
 
     @property
-    def padded_size(self) -> PaddedSize:
+    def padded_shape(self) -> PaddedStepShape:
         """The size of a batch that is padded for a prefill graph."""
-        return PaddedSize(self.layout.tokens, self.layout.seqs, self.max_context)
+        return PaddedStepShape(self.layout.tokens, self.layout.seqs, self.max_context)
 
     def batch(self, views: BatchViews) -> PackedBatch:
         """The batch of this command; ``views``: its integers."""

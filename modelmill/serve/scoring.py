@@ -14,7 +14,7 @@ from modelmill.outputs import truncate_and_normalize
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.scoring_schema import RerankRequest
 
-SCORE_METHOD = "embedding_cosine"
+SIMILARITY_METRIC = "embedding_cosine"
 
 
 def embedding_cosine(one: RequestOutputState, other: RequestOutputState) -> float:

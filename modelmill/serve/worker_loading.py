@@ -69,7 +69,7 @@ def load_engine_core(
     core.scheduler.optimize_inter_token_latency(
         config.max_mixed_tokens,
         on_gpu=core.device != "cpu",
-        step_sizes=core.model_runner.mixed_graph_tokens,
+        step_sizes=core.model_runner.mixed_graph_token_counts,
     )
     if open_engine.warm_up:
         on_progress("warming up", 0, 1)

@@ -16,10 +16,13 @@ from modelmill.text.tokenizer_base import replace_surrogates
 
 LARGEST_FLOAT = repr(sys.float_info.max)
 LARGEST_INTEGER = str(int(sys.float_info.max))
-_HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
-_LOW = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_SURROGATE_ESCAPE = re.compile(f"(?P<pair>{_HIGH}{_LOW})|(?P<high>{_HIGH})|{_LOW}")
-_BEGUN_LOW = re.compile(r"|\\|\\u|\\u[dD]|\\u[dD][c-fC-F][0-9a-fA-F]?")
+_HIGH_SURROGATE_ESCAPE = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
+_LOW_SURROGATE_ESCAPE = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_SURROGATE_ESCAPE = re.compile(
+    f"(?P<pair>{_HIGH_SURROGATE_ESCAPE}{_LOW_SURROGATE_ESCAPE})"
+    f"|(?P<high>{_HIGH_SURROGATE_ESCAPE})|{_LOW_SURROGATE_ESCAPE}"
+)
+_PARTIAL_LOW_SURROGATE = re.compile(r"|\\|\\u|\\u[dD]|\\u[dD][c-fC-F][0-9a-fA-F]?")
 """What may become the second half of a pair."""
 _REPLACEMENT = r"\ufffd"
 
@@ -113,7 +116,7 @@ class ArgumentsStream(StreamingJsonNormalizer):
             return super()._scan_escape(text, at)
         if match["pair"]:
             self._write_string_part(match[0])
-        elif match["high"] and _BEGUN_LOW.fullmatch(text, match.end()):
+        elif match["high"] and _PARTIAL_LOW_SURROGATE.fullmatch(text, match.end()):
             return at
         else:
             self._write_string_part(_REPLACEMENT)

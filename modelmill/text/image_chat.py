@@ -150,10 +150,10 @@ class ImageChatFormat(CodedChatFormat):
                 f"this model's conversations have no option {sorted(options)[0][:40]!r}"
             )
         return _merge_adjacent_texts(
-            self._format_conversation(_parse_image_messages(messages), add_generation_prompt)
+            self._format_texts_and_images(_parse_image_messages(messages), add_generation_prompt)
         )
 
-    def _format_conversation(
+    def _format_texts_and_images(
         self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
     ) -> list[str | ImagePart]:
         """Format a conversation as pieces of text and pictures."""
@@ -184,7 +184,7 @@ class Blip2ChatFormat(ImageChatFormat):
     penalize_prompt = True
     stop_strings = ("\n",)
 
-    def _format_conversation(
+    def _format_texts_and_images(
         self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
     ) -> list[str | ImagePart]:
         pictures: list[str | ImagePart] = [

@@ -25,7 +25,7 @@ _PROBE_ARGUMENT_NAME = "qzx7key"
 _PROBE_CALL_ID = "qzx7ident"
 _PROBE_ARGUMENTS = {_PROBE_ARGUMENT_NAME: "v"}
 _PROBE_ARGUMENTS_JSON = json.dumps(_PROBE_ARGUMENTS)
-_PROBE_USER_MESSAGE, _PROBE_TOOL_RESULT = (
+_PROBE_USER_MESSAGE, _PROBE_TOOL_MESSAGE = (
     {"role": "user", "content": "u"},
     {"role": "tool", "tool_call_id": _PROBE_CALL_ID, "content": "r"},
 )
@@ -156,7 +156,7 @@ def _make_call_message(content: str | None, arguments: Any) -> dict[str, Any]:
 def _renders_call(render: Render, content: str | None, arguments: Any) -> bool:
     """Whether the rendered text has the call's name and arguments as JSON, not as a Python repr."""
     text = _try_render(
-        render, [_PROBE_USER_MESSAGE, _make_call_message(content, arguments), _PROBE_TOOL_RESULT]
+        render, [_PROBE_USER_MESSAGE, _make_call_message(content, arguments), _PROBE_TOOL_MESSAGE]
     )
     if text is None or _PROBE_FUNCTION_NAME not in text or _PROBE_ARGUMENT_NAME not in text:
         return False

@@ -84,7 +84,7 @@ def test_gpt2_c_attn_left_as_stored_does_not_even_fit(
 
     from modelmill.models import gpt2
 
-    real_rules = gpt2.LAYOUT.rename_rules
+    real_rules = gpt2.CHECKPOINT_LAYOUT.rename_rules
     monkeypatch.setattr(
         gpt2,
         "rename_rules",

@@ -46,7 +46,7 @@ def test_what_a_file_defines_is_read() -> None:
 
 def test_a_function_of_the_file_has_precedence_over_its_layout() -> None:
     family = ModuleType("toy")
-    family.LAYOUT = SimpleNamespace(  # type: ignore[attr-defined]
+    family.CHECKPOINT_LAYOUT = SimpleNamespace(  # type: ignore[attr-defined]
         prefixes=("model.",),
         rename_rules=lambda _: ["layout"],
         ignored_tensors=lambda _: ("buffer",),

@@ -14,7 +14,7 @@ from modelmill.nn.expert_stack import (
     MAX_CPU_TOKENS,
     STACKED_TENSORS,
     common_view_base,
-    expert_input_linear,
+    expert_gate_up_or_fc_proj,
     max_dequantized_bytes_of_layer_experts,
     stack_experts,
     stack_weights,
@@ -97,7 +97,7 @@ def lying_in_one_storage(moe: MoE) -> MoE:
     """The same, whose experts' tensors are views of one storage, an expert behind the other."""
     experts = moe.local_expert_modules
     for linears in (
-        [expert_input_linear(each) for each in experts],
+        [expert_gate_up_or_fc_proj(each) for each in experts],
         [e.down_proj for e in experts],
     ):
         tensors = [linear.weight.tensors() for linear in linears]

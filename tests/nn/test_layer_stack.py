@@ -21,10 +21,10 @@ from modelmill.nn.layer_stack import (
     kv_shape,
     layer_stacks,
     linear_quant_site,
+    module_weight_file,
     stack_layer_specs,
     vision_encoder_linear_specs,
     vision_encoder_stacks,
-    weight_file,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.rotary import RopeSpec
@@ -112,7 +112,7 @@ def test_a_weight_file_holds_a_layer() -> None:
     }  # fmt: skip
     for name, expected in files.items():
         model = MODELS[name]()
-        assert {module: weight_file(model, module) for module in expected} == expected
+        assert {module: module_weight_file(model, module) for module in expected} == expected
 
 
 def test_which_option_names_a_recipe() -> None:

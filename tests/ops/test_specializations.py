@@ -113,7 +113,7 @@ class Eager:
         )
         self._longest = loop.max_model_len
 
-    def padded_size(self, seqs: int, context: int) -> tuple[int, int]:
+    def padded_shape(self, seqs: int, context: int) -> tuple[int, int]:
         return next(size for size in self.sizes if size >= seqs), min(
             context_bucket(context), max(self._longest, context)
         )

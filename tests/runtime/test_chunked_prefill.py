@@ -23,7 +23,7 @@ from modelmill.runtime.chunked_prefill import (
     AdaptiveChunkSize,
     default_max_mixed_tokens,
 )
-from modelmill.runtime.graph_sizes import MIXED_GRAPH_TOKENS
+from modelmill.runtime.graph_sizes import MIXED_GRAPH_TOKEN_COUNTS
 from modelmill.runtime.scheduler import MIN_CHUNK_TOKENS
 from tests.hypothesis_examples import examples
 
@@ -104,7 +104,7 @@ def test_the_first_piece_is_as_many_tokens_as_answers_run_or_what_is_set() -> No
     [(500, 20, 492), (500, 12, 500), (150, 20, 150), (300, 128, 256), (2000, 20, 2000)],
 )
 def test_the_chunk_fills_a_step_that_has_a_graph(initial: int, rows: int, expected: int) -> None:
-    chunk = AdaptiveChunkSize(128, 8192, initial=initial, step_sizes=MIXED_GRAPH_TOKENS)
+    chunk = AdaptiveChunkSize(128, 8192, initial=initial, step_sizes=MIXED_GRAPH_TOKEN_COUNTS)
     chunk.observe_decoding_step(rows, 0, 0.01)
     assert chunk.next_chunk_tokens(rows) == expected
 
@@ -114,7 +114,7 @@ def test_a_chunk_that_fills_a_step_is_more_than_half_of_what_it_may_be() -> None
     for rows in range(1, 900, 7):
         for initial in range(MIN_CHUNK_TOKENS, 1200, 9):
             chunk = AdaptiveChunkSize(
-                MIN_CHUNK_TOKENS, 8192, initial=initial, step_sizes=MIXED_GRAPH_TOKENS
+                MIN_CHUNK_TOKENS, 8192, initial=initial, step_sizes=MIXED_GRAPH_TOKEN_COUNTS
             )
             filling = chunk.next_chunk_tokens(rows)
             assert MIN_CHUNK_TOKENS <= filling <= initial
@@ -127,7 +127,7 @@ def test_where_launching_alone_takes_longer_than_the_limit_chunks_stay_large(see
     however few its tokens are, up to 700.
     """
     rng = random.Random(seed)
-    pace = AdaptiveChunkSize(128, 8192, initial=512, step_sizes=MIXED_GRAPH_TOKENS)
+    pace = AdaptiveChunkSize(128, 8192, initial=512, step_sizes=MIXED_GRAPH_TOKEN_COUNTS)
 
     def cost(piece: int) -> float:
         milliseconds = max(15.6, 3.0 + 0.018 * piece) if piece else 4.4

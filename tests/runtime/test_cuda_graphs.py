@@ -33,10 +33,10 @@ from modelmill.runtime.cuda_graphs import (
 from modelmill.runtime.graph_sizes import (
     MAX_PREFILL_GRAPHS,
     MAX_WARM_UP_SEQS,
-    MIXED_GRAPH_TOKENS,
+    MIXED_GRAPH_TOKEN_COUNTS,
     PREFILL_GRAPH_BYTES,
     PREFILL_GRAPH_SIZES,
-    PaddedSize,
+    PaddedStepShape,
     PrefillLimits,
     context_bucket,
     graph_batch_sizes,
@@ -95,7 +95,7 @@ def filling(
 def test_a_step_is_filled_up_to_the_next_size(
     tokens: int, before: int, most: int, longest: int
 ) -> None:
-    padded = PrefillLimits(most, longest).padded_size(tokens, 1, before + tokens)
+    padded = PrefillLimits(most, longest).padded_shape(tokens, 1, before + tokens)
     sizes = [
         size
         for i, size in enumerate(PREFILL_GRAPH_SIZES)
@@ -108,7 +108,7 @@ def test_a_step_is_filled_up_to_the_next_size(
 
 
 def test_a_token_alone_is_no_prompt() -> None:
-    assert PrefillLimits(512, 4096).padded_size(1, 1, 1) is None
+    assert PrefillLimits(512, 4096).padded_shape(1, 1, 1) is None
 
 
 @pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
@@ -136,7 +136,7 @@ def test_mixed_steps_by_graph_give_the_same_tokens(
     capturer = FakeCapturer()
     engine = filling(capturer, model, mixed=9, **MIXED_OPTIONS)
     if interactive:
-        sizes = engine.model_runner.mixed_graph_tokens
+        sizes = engine.model_runner.mixed_graph_token_counts
         assert sizes == (64,)
         engine.scheduler.optimize_inter_token_latency(None, on_gpu=True, step_sizes=sizes)
         assert engine.scheduler.adaptive_chunk is not None
@@ -183,15 +183,15 @@ def test_a_mixed_step_is_padded_to_sizes_that_hold_it(
     tokens: int, seqs: int, context: int, most: int, max_seqs: int
 ) -> None:
     limits = PrefillLimits(most, 32_768, max_seqs, 9)
-    padded = limits.padded_size(tokens, seqs, context)
-    fits = tokens <= max(s for s in MIXED_GRAPH_TOKENS if s <= most) and seqs <= max_seqs
+    padded = limits.padded_shape(tokens, seqs, context)
+    fits = tokens <= max(s for s in MIXED_GRAPH_TOKEN_COUNTS if s <= most) and seqs <= max_seqs
     assert (padded is not None) == fits
     if padded is not None:
         assert tokens <= padded.tokens <= most
         assert seqs <= padded.seqs <= max(4 * seqs, 16)
         assert padded.seqs <= max_seqs
         assert context <= padded.context
-    assert PrefillLimits(most, 32_768, max_seqs).padded_size(tokens, seqs, context) is None
+    assert PrefillLimits(most, 32_768, max_seqs).padded_shape(tokens, seqs, context) is None
 
 
 @pytest.mark.parametrize(("max_seqs", "max_mixed"), [(1, 48), (5, 48), (256, 48), (256, 13)])
@@ -201,25 +201,27 @@ def test_mixed_steps_of_few_sequences_are_captured_beforehand(
     limits = PrefillLimits(8192, 4096, max_seqs, max_mixed)
     mixed = [size for size in limits.capture_sizes() if size.is_mixed]
     seqs = [n for n in limits.mixed_seqs if 1 < n <= MAX_WARM_UP_SEQS]
-    assert len(set(mixed)) == len(mixed) == min(len(seqs) * len(MIXED_GRAPH_TOKENS), max_mixed)
-    assert all(limits.padded_size(*size) == size for size in mixed)
+    assert (
+        len(set(mixed)) == len(mixed) == min(len(seqs) * len(MIXED_GRAPH_TOKEN_COUNTS), max_mixed)
+    )
+    assert all(limits.padded_shape(*size) == size for size in mixed)
     assert limits.capture_sizes() == sorted(limits.capture_sizes(), reverse=True)
     if max_mixed == 13:
         assert {size.seqs for size in mixed} == {16, 64}
-        assert PaddedSize(64, 64, 4096) in mixed, "it holds every small step"
-    assert PaddedSize(768, 16, 4096) in mixed or max_seqs < 16
+        assert PaddedStepShape(64, 64, 4096) in mixed, "it holds every small step"
+    assert PaddedStepShape(768, 16, 4096) in mixed or max_seqs < 16
 
 
 def test_a_step_that_may_not_be_captured_takes_a_larger_graph() -> None:
     limits = PrefillLimits(8192, 32_768, 256, 2)
     graphs = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), limits)
-    for size in (PaddedSize(512, 64, 4096), PaddedSize(256, 64, 4096)):
+    for size in (PaddedStepShape(512, 64, 4096), PaddedStepShape(256, 64, 4096)):
         graphs._captured[size] = cast(Any, None)
-    assert graphs.padded_size(100, 9, 1000) == (256, 64, 4096)
-    assert graphs.padded_size(300, 64, 1000) == (512, 64, 4096)
-    assert graphs.padded_size(600, 9, 1000) is None
-    assert graphs.padded_size(100, 65, 1000) is None
-    assert graphs.padded_size(100, 9, 5000) is None
+    assert graphs.padded_shape(100, 9, 1000) == (256, 64, 4096)
+    assert graphs.padded_shape(300, 64, 1000) == (512, 64, 4096)
+    assert graphs.padded_shape(600, 9, 1000) is None
+    assert graphs.padded_shape(100, 65, 1000) is None
+    assert graphs.padded_shape(100, 9, 5000) is None
 
 
 def test_mixed_graphs_take_a_small_share_of_the_memory() -> None:
@@ -290,7 +292,7 @@ def test_a_rank_that_cannot_capture_sums_as_often_as_rank_0() -> None:
     limits = PrefillLimits(512, 4096)
     graphs = PrefillGraphs(forward, FakeCapturer(broken=True), limits, is_parallel=True)
     for use in (PaddedStepAction.LAUNCH, PaddedStepAction.CAPTURE, PaddedStepAction.REPLAY):
-        graphs.run(cast(Any, use), PaddedSize(16, 1, 4096), use)
+        graphs.run(cast(Any, use), PaddedStepShape(16, 1, 4096), use)
     assert launched == [PaddedStepAction.LAUNCH, PaddedStepAction.CAPTURE, PaddedStepAction.REPLAY]
 
 
@@ -300,7 +302,7 @@ def test_with_other_ranks_an_out_of_memory_error_of_a_capture_is_raised() -> Non
     capturer.full = True
     graphs = PrefillGraphs(lambda _: torch.empty(0), capturer, limits, is_parallel=True)
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.run(cast(Any, None), PaddedSize(16, 1, 4096), PaddedStepAction.CAPTURE)
+        graphs.run(cast(Any, None), PaddedStepShape(16, 1, 4096), PaddedStepAction.CAPTURE)
 
 
 @settings(max_examples=examples(30, 12), deadline=None)
@@ -373,7 +375,7 @@ def test_what_cannot_be_recorded_is_launched_and_not_tried_again() -> None:
     assert capturer.tried == 1
     assert engine.model_runner.prefill_graphs is not None
     assert len(engine.model_runner.prefill_graphs) == 0
-    assert engine.model_runner.prefill_graphs.padded_size(3, 1, 3) is None, (
+    assert engine.model_runner.prefill_graphs.padded_shape(3, 1, 3) is None, (
         "filling without a graph costs time"
     )
 
@@ -402,7 +404,7 @@ def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.Monk
     graphs = engine.model_runner.prefill_graphs
     assert graphs is not None
     assert len(graphs) == 2
-    assert [graphs.padded_size(n, 1, n) is not None for n in (10, 20, 40)] == [True, True, False]
+    assert [graphs.padded_shape(n, 1, n) is not None for n in (10, 20, 40)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -410,7 +412,9 @@ def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.Monk
 )
 def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: int) -> None:
     limits = PrefillLimits(most, longest)
-    brought = {limits.padded_size(n, 1, n) for n in range(2, min(longest, most, 1024) + 1)} - {None}
+    brought = {limits.padded_shape(n, 1, n) for n in range(2, min(longest, most, 1024) + 1)} - {
+        None
+    }
     assert set(limits.capture_sizes()) == brought
     assert len(brought) <= MAX_PREFILL_GRAPHS
 

@@ -225,7 +225,7 @@ def _check_unfit_shape(root: Path) -> Fact:
     from modelmill.core.errors import TensorMismatch
     from modelmill.models import gpt2
 
-    real_rules = gpt2.LAYOUT.rename_rules
+    real_rules = gpt2.CHECKPOINT_LAYOUT.rename_rules
 
     def wrong(config: Any) -> Any:
         return [

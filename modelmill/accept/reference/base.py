@@ -171,7 +171,7 @@ class ReferenceModel(ABC):
         if self._head_name is None:
             embedding = self.embedding_table_names()["weight"]
             own = self.source.has(self.HEAD) and not (
-                self.is_tied and self.source.equal_values(self.HEAD, embedding)
+                self.is_tied and self.source.have_equal_values(self.HEAD, embedding)
             )
             self._head_name = self.HEAD if own else embedding
         return self._head_name

@@ -109,7 +109,7 @@ class TensorSource:
             )
         return tuple(self.container.tensor_info(raw).shape)
 
-    def equal_values(self, name: str, other: str) -> bool:
+    def have_equal_values(self, name: str, other: str) -> bool:
         """Return whether two tensors have equal values, read in blocks of rows."""
         if self.shape(name) != self.shape(other):
             return False

@@ -14,7 +14,7 @@ from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests, random_id
 from modelmill.serve.routes.embeddings import embedding_request_states
-from modelmill.serve.scoring import SCORE_METHOD, embedding_cosine, rerank_results
+from modelmill.serve.scoring import SIMILARITY_METRIC, embedding_cosine, rerank_results
 from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
 from modelmill.serve.stream import wait_or_disconnect
 
@@ -33,7 +33,7 @@ async def rerank(body: RerankRequest, request: Request) -> Any:
         {
             "id": random_id("rerank"),
             "model": body.model,
-            "method": SCORE_METHOD,
+            "method": SIMILARITY_METRIC,
             "results": results,
             "usage": _usage(states),
         }
@@ -55,7 +55,7 @@ async def score(body: ScoreRequest, request: Request) -> Any:
             "object": "list",
             "created": int(time.time()),
             "model": body.model,
-            "method": SCORE_METHOD,
+            "method": SIMILARITY_METRIC,
             "data": [
                 {"index": index, "object": "score", "score": each}
                 for index, each in enumerate(scores)

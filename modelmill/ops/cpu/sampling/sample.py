@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.sample import REFERENCE_DTYPES_RANGE, SampleInputs
+from modelmill.ops.sample import SAMPLE_SUPPORT_RANGE, SampleInputs
 
 unavailable_reason = build.unavailable_reason
 _kernel = build.make_lazy_function("sample", "pppppppqq")
-SUPPORTED_PROBLEMS = (REFERENCE_DTYPES_RANGE,)
+SUPPORTED_PROBLEMS = (SAMPLE_SUPPORT_RANGE,)
 
 
 def run(inputs: SampleInputs) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.sample import REFERENCE_DTYPES_RANGE, SampleInputs
+from modelmill.ops.sample import SAMPLE_SUPPORT_RANGE, SampleInputs
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -59,7 +59,7 @@ MAX_GATHERED = 4096
 _SMALL_BATCH_ROWS = 6  # up to this many rows, smaller chunks are needed to use all SMs
 
 
-SUPPORTED_PROBLEMS = (replace(REFERENCE_DTYPES_RANGE, max_width=(1 << 22) - 1),)
+SUPPORTED_PROBLEMS = (replace(SAMPLE_SUPPORT_RANGE, max_width=(1 << 22) - 1),)
 
 
 def supports(inputs: SampleInputs) -> bool:
