@@ -17,7 +17,7 @@ from modelmill.artifact.store import is_engine_folder
 from modelmill.core import log
 from modelmill.core.api_options import (
     BUILD_ONLY_FIELDS,
-    RUN_FIELDS,
+    RUN_CONFIG_FIELDS,
     EngineOptions,
     check_option_names,
     describe_options,
@@ -100,7 +100,7 @@ class LLM(OpenedEngine[EngineCore]):
         openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        check_option_names(options, (*RUN_FIELDS, *BUILD_ONLY_FIELDS), type(self).__name__)
+        check_option_names(options, (*RUN_CONFIG_FIELDS, *BUILD_ONLY_FIELDS), type(self).__name__)
         if tensor_parallel_size is not None:
             options = {"tp": tensor_parallel_size, **options}
         engine = Path(model)
@@ -118,7 +118,7 @@ class LLM(OpenedEngine[EngineCore]):
         openai_defaults: bool,
     ) -> None:
         build = {name: value for name, value in options.items() if name in BUILD_ONLY_FIELDS}
-        run = {name: value for name, value in options.items() if name in RUN_FIELDS}
+        run = {name: value for name, value in options.items() if name in RUN_CONFIG_FIELDS}
         config = RunConfig(**run)  # type: ignore[arg-type]
         compile_cpu_kernels(config.device, progress)
         self.path = engine = resolve_engine_path(engine, build, progress)
@@ -494,5 +494,5 @@ LLM.__doc__ = f"""{LLM.__doc__}
 
     Build options, if ``model`` is a checkpoint:
 
-{describe_options(BuildConfig, exclude=RUN_FIELDS)}
+{describe_options(BuildConfig, exclude=RUN_CONFIG_FIELDS)}
     """

@@ -150,7 +150,7 @@ class ExtremeInputRunner:
         """Run a recurrence with steps beyond each of their limits; its states."""
         mixed, dt, step = args
         right = self._to_reference(mixed)
-        for steps, expected in self.reference.states_beyond_limits(layer, right, dt.dtype):
+        for steps, expected in self.reference.scan_extreme_time_steps(layer, right, dt.dtype):
             module.forward(mixed, cast_like(steps, dt), step)
             state = step.state.cache.states[module.state_index][step.state.rows.slots[0]]
             # a copy: the next steps are computed in the same slot

@@ -186,7 +186,7 @@ class ModuleCheck:
                 return norm_args_summing_to(tiny(args[0].shape[1])[: len(args[0])], args)
             if isinstance(module, NormSpec | QueryRopeSpec):
                 return cast_like(tiny(args[0].shape[1]), args[0]), *args[1:]
-            if self._is_norm_outside_layers(name):
+            if self._is_outer_norm_except_final(name):
                 return cast_like(tiny_rows(args[0]), args[0]), *args[1:]
             return None
 
@@ -201,7 +201,7 @@ class ModuleCheck:
                 self._compare_and_record(
                     f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected
                 )
-            elif self._is_norm_outside_layers(name):
+            elif self._is_outer_norm_except_final(name):
                 expected = self.reference.run_norm(None, name, tiny_rows(args[0]))
                 self._compare_and_record(
                     f"{name}.eps", None, f"{part}.eps", "norm", output, expected
@@ -356,7 +356,7 @@ class ModuleCheck:
                 depth=self.specs[layer].path_lengths[logits] - 1,
             )  # fmt: skip
 
-    def _is_norm_outside_layers(self, name: str) -> bool:
+    def _is_outer_norm_except_final(self, name: str) -> bool:
         """Return whether a module is a norm outside the layers, beside the last one."""
         return name in self._outside and self._outside[name].arithmetic == "norm"
 

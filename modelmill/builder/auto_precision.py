@@ -19,7 +19,7 @@ import torch
 from modelmill.builder.calibration_data import (
     CalibrationSource,
     embed_sample_images,
-    find_calibration,
+    find_calibration_source,
     load_calibration_samples,
 )
 from modelmill.checkpoint.open import Checkpoint
@@ -233,7 +233,7 @@ def resolve_auto_precision(
     device = target if torch.cuda.is_available() else "cpu"
     walk = LayerStreamer(checkpoint, family, model_config, renames, device)
     chosen, options, whole = search_bit_choices(
-        walk, config, find_calibration(config, model_config.max_len), on_progress
+        walk, config, find_calibration_source(config, model_config.max_len), on_progress
     )
     forms = {str(layer): option.bit_choice for layer, option in enumerate(chosen)}
     return replace(config, layer_recipes=forms), AutoPrecisionResult(

@@ -74,7 +74,7 @@ class CalibrationSample:
     images: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
-def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSource:
+def find_calibration_source(config: BuildConfig, max_model_len: int) -> CalibrationSource:
     """Return the calibration source of ``config``, hashed.
 
     max_model_len: the longest sequence of the model.

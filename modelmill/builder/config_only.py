@@ -19,7 +19,7 @@ from modelmill.checkpoint import bitnet_format
 from modelmill.checkpoint.awq_format import AwqScheme
 from modelmill.checkpoint.compressed_tensors import CompressedTensorsScheme
 from modelmill.checkpoint.container import Container, TensorInfo
-from modelmill.checkpoint.fp8_format import STORED_DTYPE, Fp8Container, read_settings
+from modelmill.checkpoint.fp8_format import STORED_DTYPE_NAME, Fp8Container, read_settings
 from modelmill.checkpoint.gpt_oss_experts import MODEL_TYPE, expert_layouts_from_config
 from modelmill.checkpoint.gptq_format import GptqScheme
 from modelmill.checkpoint.legacy_model_types import with_current_model_type
@@ -177,7 +177,7 @@ def fp8_tensor_infos(
     out = {}
     for name in matrices:
         rows, columns = infos[name].shape
-        out[name] = TensorInfo(name, (rows, columns), STORED_DTYPE, rows * columns)
+        out[name] = TensorInfo(name, (rows, columns), STORED_DTYPE_NAME, rows * columns)
         grid = (1,) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
         scale = f"{name}_scale_inv"
         out[scale] = TensorInfo(scale, grid, "float32", 4 * math.prod(grid))
@@ -288,7 +288,7 @@ def infer_source_infos(
         elif name == "depthwise" and len(shape) == 2:
             shape = (shape[0], 1, shape[1])
     shapes = (
-        _infer_source_shapes(rule, shape, known) if shape else [()]
+        _infer_rule_source_shapes(rule, shape, known) if shape else [()]
     )  # a number is of one source
     return {
         source: TensorInfo(
@@ -301,7 +301,7 @@ def infer_source_infos(
     }
 
 
-def _infer_source_shapes(
+def _infer_rule_source_shapes(
     rule: Rule, shape: tuple[int, ...], known: Mapping[str, TensorInfo]
 ) -> list[tuple[int, ...]]:
     """Return the shape of each source of a tensor; ``known`` are of other rules."""

@@ -25,7 +25,7 @@ from modelmill.builder.auto_precision import (
 from modelmill.builder.calibration_data import (
     CalibrationSource,
     chat_supports_images,
-    find_calibration,
+    find_calibration_source,
 )
 from modelmill.builder.expert_loop import unfused_experts_remark
 from modelmill.builder.memory_plan import BuildMemory
@@ -343,7 +343,8 @@ def make_build_plan(
     if length > limit:
         raise UsageError(f"--max-model-len {length} must be at most {limit}, this model's limit")
     calibrated = recipe is not None and recipe.needs_calibration
-    source = find_calibration(config, length) if calibrated or auto_result is not None else None
+    needs_samples = calibrated or auto_result is not None
+    source = find_calibration_source(config, length) if needs_samples else None
     if source is not None and chat_supports_images(checkpoint.tokenizer_files()):
         source = with_images_digest(source)
     config, resolved = resolve_build_options(checkpoint, config, recipe, source)

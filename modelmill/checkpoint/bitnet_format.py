@@ -24,7 +24,7 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
 QUANT_METHOD = "bitnet"
-TERNARY_DTYPE_LABEL, STORED_DTYPE = "ternary", "uint8"
+TERNARY_DTYPE_LABEL, STORED_DTYPE_NAME = "ternary", "uint8"
 ROWS_PER_BYTE = 4
 MIN_ABS_MEAN_SCALE = 1e-5
 UNQUANTIZED_MODULES = ("embed_tokens", "lm_head")
@@ -111,7 +111,7 @@ class BitNetContainer(ConvertedContainer):
                 if torch.Size(raw.tensor_info(scale).shape).numel() != 1:
                     raise CorruptCheckpoint(f"{settings.path}: {scale} must be one number")
                 self._scales[name] = scale
-            elif info.dtype == STORED_DTYPE:
+            elif info.dtype == STORED_DTYPE_NAME:
                 raise CheckpointError(
                     f"{settings.path}: {name} is stored in 2 bits without {scale}; download the "
                     "checkpoint again"
@@ -133,7 +133,7 @@ class BitNetContainer(ConvertedContainer):
         if name not in self._scales:
             return info
         rows, columns = info.shape
-        rows *= ROWS_PER_BYTE if info.dtype == STORED_DTYPE else 1
+        rows *= ROWS_PER_BYTE if info.dtype == STORED_DTYPE_NAME else 1
         return TensorInfo(name, (rows, columns), TERNARY_DTYPE_LABEL, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from modelmill.core.quoting import quote
 
 SUPPORTED_METHODS = ("fp8", "fbgemm_fp8")
 COMPRESSED_TENSORS_FORMAT = "float-quantized"
-STORED_DTYPE, FP8_DTYPE_LABEL = "float8_e4m3fn", "scaled e4m3"
+STORED_DTYPE_NAME, FP8_DTYPE_LABEL = "float8_e4m3fn", "scaled e4m3"
 WEIGHT_SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
 ACTIVATION_SUFFIXES = ("input_scale", "activation_scale", "input_scale_ub")
 UNSUPPORTED_ADVICE = "take the original checkpoint and build it with -q fp8 or int8"
@@ -119,7 +119,7 @@ class Fp8Container(ConvertedContainer):
         here = set(raw.names())
         self._scale_names: dict[str, str] = {}
         for name in sorted(here):
-            if name.endswith(".weight") and raw.tensor_info(name).dtype == STORED_DTYPE:
+            if name.endswith(".weight") and raw.tensor_info(name).dtype == STORED_DTYPE_NAME:
                 self._scale_names[name] = self._find_scale_name(name, here)
         stems = {name.removesuffix(".weight") for name in self._scale_names}
         parts = {f"{stem}.{suffix}" for stem in stems for suffix in ACTIVATION_SUFFIXES}

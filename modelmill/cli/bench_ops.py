@@ -140,14 +140,14 @@ def show_op_times(results: dict[str, Any]) -> None:
     title = (
         f"ops in {results['dtype']} on {results['device']}; ceilings: {memory:.4g} GB/s, {rates}"
     )
-    print_table(TABLE_COLUMNS, [_format_op_row(each) for each in results["results"]], title=title)
+    print_table(TABLE_COLUMNS, [_op_row_cells(each) for each in results["results"]], title=title)
     print(
         "▸ the variant that engines use; the ceiling is the larger of the times for the bytes and "
         "for the operations"
     )
 
 
-def _format_op_row(each: dict[str, Any]) -> list[Any]:
+def _op_row_cells(each: dict[str, Any]) -> list[Any]:
     head = [each["op"], each["case"], ("▸ " if each["chosen"] else "  ") + each["variant"]]
     if each["failed"]:
         return [*head, f"failed: {each['failed']}", *["–"] * 5]

@@ -167,7 +167,7 @@ def show_profile(profile: Profile, max_lines: int) -> None:
 
 def _print_kernel_table(lines: tuple[ProfileLine, ...], max_lines: int) -> None:
     shown = lines[: max_lines or len(lines)]
-    rows = [_format_kernel_row(line) for line in shown]
+    rows = [_kernel_row_cells(line) for line in shown]
     if len(lines) > len(shown):
         rest = lines[len(shown) :]
         us, share = sum(line.us for line in rest), sum(line.share for line in rest)
@@ -193,7 +193,7 @@ def _print_kernel_table(lines: tuple[ProfileLine, ...], max_lines: int) -> None:
     print_table(columns, rows)
 
 
-def _format_kernel_row(line: ProfileLine) -> list[Any]:
+def _kernel_row_cells(line: ProfileLine) -> list[Any]:
     head = [
         line.module or "(model)",
         line.op or "–",

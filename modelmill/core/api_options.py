@@ -82,8 +82,10 @@ class SegmenterOptions(BuildOptions, total=False):
     seed: int
 
 
-RUN_FIELDS = tuple(each.name for each in fields(RunConfig))
-BUILD_ONLY_FIELDS = tuple(each.name for each in fields(BuildConfig) if each.name not in RUN_FIELDS)
+RUN_CONFIG_FIELDS = tuple(each.name for each in fields(RunConfig))
+BUILD_ONLY_FIELDS = tuple(
+    each.name for each in fields(BuildConfig) if each.name not in RUN_CONFIG_FIELDS
+)
 """Options that only the build uses."""
 
 

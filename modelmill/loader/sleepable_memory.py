@@ -70,7 +70,7 @@ class MemoryRegion(ABC):
         """Take memory again, with zeros."""
 
 
-class HostRegion(MemoryRegion):
+class CpuRegion(MemoryRegion):
     """Anonymous memory of the host."""
 
     def __init__(self, nbytes: int) -> None:
@@ -348,7 +348,7 @@ class SleepableMemory:
 
     def _new_region(self, nbytes: int) -> MemoryRegion:
         if self._driver is None:
-            return HostRegion(nbytes)
+            return CpuRegion(nbytes)
         return CudaRegion(self._driver, nbytes, self._device)
 
 

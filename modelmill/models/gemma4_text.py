@@ -52,12 +52,12 @@ CHECKPOINT_LAYER_NAMES = {
     f"{EXPERTS_PATH}.gate_up_proj": ("experts.*.gate_proj", "experts.*.up_proj"),
     f"{EXPERTS_PATH}.down_proj": ("experts.*.down_proj",),
 }
-SCALE_NAMES = {
+SCALE_SOURCES = {
     "output.scale": SourceTensors(("layer_scalar",)),
     "experts.router_norm.weight": SourceTensors(("router.scale",)),
     "experts.moe.routing.expert_scale": SourceTensors(("router.per_expert_scale",)),
 }
-CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_LAYER_NAMES, tensors=SCALE_NAMES)
+CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_LAYER_NAMES, tensors=SCALE_SOURCES)
 LAYER_INPUT_NAMES = {
     "table": "embed_tokens_per_layer",
     "projection": "per_layer_model_projection",

@@ -25,7 +25,7 @@ from modelmill.nn.attention_module_specs import (
     input_projection_spec,
     o_proj_spec,
 )
-from modelmill.nn.latent_prompt_expansion import ExpandedLatentPrompts
+from modelmill.nn.latent_prompt_expansion import LatentExpansionPlan
 from modelmill.nn.layer_spec import (
     ROPE_VALUE,
     LinearSpec,
@@ -372,7 +372,7 @@ class LatentAttentionCore(nn.Module):
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads, query_dim] → [T, heads·value_dim]."""
-        prompts = step.expanded_latent_prompts
+        prompts = step.latent_expansion_plan
         if prompts is None:
             return self.attend_absorbed(q, step)
         out = self.attend_expanded(q, step, prompts)
@@ -382,7 +382,7 @@ class LatentAttentionCore(nn.Module):
         return out
 
     def attend_expanded(
-        self, q: torch.Tensor, step: Step, prompts: ExpandedLatentPrompts
+        self, q: torch.Tensor, step: Step, prompts: LatentExpansionPlan
     ) -> torch.Tensor:
         """Attention of prompts, to keys and values of each head.
 
@@ -412,7 +412,7 @@ class LatentAttentionCore(nn.Module):
         return out[..., : spec.value_dim].flatten(1)
 
     def _read_cached_latents(
-        self, dtype: torch.dtype, step: Step, prompts: ExpandedLatentPrompts
+        self, dtype: torch.dtype, step: Step, prompts: LatentExpansionPlan
     ) -> torch.Tensor:
         """What the cache holds of the tokens that are expanded [K, cached_dim]."""
         page, offset = prompts.page, prompts.offset

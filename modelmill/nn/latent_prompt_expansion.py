@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExpandedLatentPrompts:
+class LatentExpansionPlan:
     """How a step that expands prompts is divided: their keys, and the sequences beside them.
 
     Attributes:
@@ -38,7 +38,7 @@ class ExpandedLatentPrompts:
     decode_step: Step | None = None
 
 
-def plan_prompt_expansion(step: Step) -> ExpandedLatentPrompts | None:
+def plan_prompt_expansion(step: Step) -> LatentExpansionPlan | None:
     """The prompts that a step expands, and what is beside them; None: it expands none."""
     decodes, lengths = step.num_decodes, step.context_lens
     if decodes is None or decodes == len(lengths):
@@ -56,7 +56,7 @@ def plan_prompt_expansion(step: Step) -> ExpandedLatentPrompts | None:
         first_keys, max_keys = step.query_start[:-1], step.max_query
     keys = torch.arange(max_keys, dtype=torch.int32, device=lengths.device)
     tables = first_keys[:, None] + keys
-    return ExpandedLatentPrompts(page, offset, tables, lengths, max_keys, rows, decode_step)
+    return LatentExpansionPlan(page, offset, tables, lengths, max_keys, rows, decode_step)
 
 
 def _locate_cached_keys(

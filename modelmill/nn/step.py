@@ -10,7 +10,7 @@ from itertools import repeat
 import torch
 
 from modelmill.nn.kv import KVCache
-from modelmill.nn.latent_prompt_expansion import ExpandedLatentPrompts, plan_prompt_expansion
+from modelmill.nn.latent_prompt_expansion import LatentExpansionPlan, plan_prompt_expansion
 from modelmill.nn.recurrent_state import StepRecurrentStates
 from modelmill.ops.latent_rope_cache import SlotPageIndices
 from modelmill.ops.registry import Ops
@@ -87,7 +87,7 @@ class Step:
         return SlotPageIndices.from_slots(self.slots, self.kv.page_size)
 
     @cached_property
-    def expanded_latent_prompts(self) -> ExpandedLatentPrompts | None:
+    def latent_expansion_plan(self) -> LatentExpansionPlan | None:
         """The prompts that latent attention expands; made once, as ``slot_page_indices``."""
         return plan_prompt_expansion(self)
 

@@ -111,16 +111,16 @@ def position_independent_sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts of several lengths beside decodes, and decodes alone; widths 2 to 4."""
-    shapes: list[ConvShape] = [((5, 1, 17), 24, 4), ((1, 1, 1), 40, 3), ((33,), 64, 2)]
+    shapes: list[ConvCaseShape] = [((5, 1, 17), 24, 4), ((1, 1, 1), 40, 3), ((33,), 64, 2)]
     yield from cases_for_shapes(shapes, device, dtype)
 
 
-ConvShape = tuple[tuple[int, ...], int, int]
+ConvCaseShape = tuple[tuple[int, ...], int, int]
 """(tokens of each sequence, channels, width)."""
 
 
 def cases_for_shapes(
-    shapes: Sequence[ConvShape], device: str, dtype: torch.dtype
+    shapes: Sequence[ConvCaseShape], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
     """Cases of these shapes; those of odd numbers have a bias, the third has no SiLU."""
     for number, (lengths, channels, width) in enumerate(shapes):

@@ -138,18 +138,18 @@ def compute_chunks(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts beside decodes and decodes alone; shared key heads; keys shorter than values."""
-    shapes: list[DeltaShape] = [
+    shapes: list[DeltaCaseShape] = [
         ((5, 1, 11), 2, 4, 8, 8), ((1, 1, 1), 2, 2, 16, 8), ((9,), 1, 3, 8, 16)
     ]  # fmt: skip
     yield from cases_for_shapes(shapes, device, dtype, chunk=8)
 
 
-DeltaShape = tuple[tuple[int, ...], int, int, int, int]
+DeltaCaseShape = tuple[tuple[int, ...], int, int, int, int]
 """(tokens of each sequence, key heads, heads, dk, dv)."""
 
 
 def cases_for_shapes(
-    shapes: Sequence[DeltaShape], device: str, dtype: torch.dtype, *, chunk: int
+    shapes: Sequence[DeltaCaseShape], device: str, dtype: torch.dtype, *, chunk: int
 ) -> Iterator[Case]:
     """Cases of these shapes, with chunks of so many tokens."""
     for number, (lengths, key_heads, heads, dk, dv) in enumerate(shapes):

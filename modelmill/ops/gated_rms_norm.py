@@ -57,7 +57,7 @@ def gated_rms_norm(inputs: GatedRMSNormInputs) -> torch.Tensor:
     return (normed if gate_first else normed * factor).to(gate.dtype)
 
 
-GatedNormShape = tuple[int, int, int, str]
+GatedNormCaseShape = tuple[int, int, int, str]
 """(tokens, channels, of a group, what is normed)."""
 NORM_PER_HEAD, NORM_CHANNEL_GROUPS, NORM_AFTER_GATE, NO_NORM_WEIGHT = (
     "heads",
@@ -70,7 +70,7 @@ NORM_PER_HEAD, NORM_CHANNEL_GROUPS, NORM_AFTER_GATE, NO_NORM_WEIGHT = (
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Heads and wider groups, sizes that are no powers of two, both orders, no norm."""
-    shapes: list[GatedNormShape] = [
+    shapes: list[GatedNormCaseShape] = [
         (1, 64, 16, NORM_PER_HEAD), (5, 72, 24, NORM_CHANNEL_GROUPS),
         (3, 100, 100, NORM_AFTER_GATE), (2, 40, 40, NO_NORM_WEIGHT),
     ]  # fmt: skip
@@ -78,7 +78,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cases_for_shapes(
-    shapes: Sequence[GatedNormShape], device: str, dtype: torch.dtype
+    shapes: Sequence[GatedNormCaseShape], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
     """Cases of these shapes; the gate is the end of a wider row."""
     for number, (tokens, width, group, normed) in enumerate(shapes):

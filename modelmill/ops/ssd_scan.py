@@ -107,18 +107,18 @@ def compute_chunks(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts beside decodes and decodes alone; B and C shared by all heads, or by some."""
-    shapes: list[ScanShape] = [
+    shapes: list[ScanCaseShape] = [
         ((5, 1, 11), 2, 4, 8, 16), ((1, 1, 1), 1, 2, 16, 8), ((9,), 3, 3, 8, 8)
     ]  # fmt: skip
     yield from cases_for_shapes(shapes, device, dtype, chunk=8)
 
 
-ScanShape = tuple[tuple[int, ...], int, int, int, int]
+ScanCaseShape = tuple[tuple[int, ...], int, int, int, int]
 """(tokens of each sequence, groups, heads, P, N)."""
 
 
 def cases_for_shapes(
-    shapes: Sequence[ScanShape], device: str, dtype: torch.dtype, *, chunk: int
+    shapes: Sequence[ScanCaseShape], device: str, dtype: torch.dtype, *, chunk: int
 ) -> Iterator[Case]:
     """Cases of these shapes, with chunks of so many tokens.
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from modelmill.serve.json_scan import (
-    CLOSE_BRACKET,
-    COLON,
-    COMMA,
-    OPEN_BRACKET,
+    CLOSE_BRACKET_CLASS,
+    COLON_CLASS,
+    COMMA_CLASS,
+    OPEN_BRACKET_CLASS,
     InvalidJson,
     JsonLimitExceeded,
     JsonLimits,
@@ -181,8 +181,8 @@ class _JsonDecoder:
         if not (
             encloses
             and matches
-            and classes[first] == OPEN_BRACKET
-            and classes[last] == CLOSE_BRACKET
+            and classes[first] == OPEN_BRACKET_CLASS
+            and classes[last] == CLOSE_BRACKET_CLASS
         ):
             raise InvalidJson("no brackets")
         if depths[last] != depths[first] - 1 or int(depths[first:last].min()) < depths[first]:
@@ -208,7 +208,7 @@ class _JsonDecoder:
         depth = int(self._depths[span.first - 1])
         part = slice(span.first, span.last)
         commas = span.first + np.flatnonzero(
-            (self._char_classes[part] == COMMA) & (self._depths[part] == depth)
+            (self._char_classes[part] == COMMA_CLASS) & (self._depths[part] == depth)
         )
         ends = np.append(self._positions[commas].astype(np.int64), span.end)
         lasts = np.append(commas, span.last)
@@ -261,7 +261,7 @@ class _JsonDecoder:
                 )
                 continue
             colon = group.first
-            if group.first == group.last or self._char_classes[colon] != COLON:
+            if group.first == group.last or self._char_classes[colon] != COLON_CLASS:
                 raise InvalidJson("no key")
             place = int(self._positions[colon])
             key = self._decode_value(_JsonSpan(group.begin, place, colon, colon))

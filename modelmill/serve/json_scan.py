@@ -12,15 +12,23 @@ import numpy as np
 
 SLICE_BYTES = 128 << 10
 """Bytes scanned at a time."""
-NO_STRUCTURAL, OPEN_BRACKET, CLOSE_BRACKET, COMMA, COLON, QUOTE, BACKSLASH = range(7)
+(
+    NON_STRUCTURAL_CLASS,
+    OPEN_BRACKET_CLASS,
+    CLOSE_BRACKET_CLASS,
+    COMMA_CLASS,
+    COLON_CLASS,
+    QUOTE_CLASS,
+    BACKSLASH_CLASS,
+) = range(7)
 _BYTE_CLASSES = np.zeros(256, np.uint8)
 for _chars, _class in (
-    (b"{[", OPEN_BRACKET),
-    (b"}]", CLOSE_BRACKET),
-    (b",", COMMA),
-    (b":", COLON),
-    (b'"', QUOTE),
-    (b"\\", BACKSLASH),
+    (b"{[", OPEN_BRACKET_CLASS),
+    (b"}]", CLOSE_BRACKET_CLASS),
+    (b",", COMMA_CLASS),
+    (b":", COLON_CLASS),
+    (b'"', QUOTE_CLASS),
+    (b"\\", BACKSLASH_CLASS),
 ):
     _BYTE_CLASSES[list(_chars)] = _class
 BYTES_PER_OBJECT = 240
@@ -118,7 +126,7 @@ class _StructureScanner:
         positions = np.flatnonzero(classes)
         classes_at = classes[positions]
         quotes = self._find_unescaped_quotes(positions, classes_at, len(raw))
-        outside = (classes_at >= OPEN_BRACKET) & (classes_at <= COLON)
+        outside = (classes_at >= OPEN_BRACKET_CLASS) & (classes_at <= COLON_CLASS)
         positions, classes_at = positions[outside], classes_at[outside]
         # after an odd number of quotes: inside a string
         is_structural = (np.searchsorted(quotes, positions) + self._in_string) % 2 == 0
@@ -131,7 +139,7 @@ class _StructureScanner:
         self, positions: np.ndarray, classes: np.ndarray, length: int
     ) -> np.ndarray:
         """Positions of the quotes that are not escaped."""
-        quotes, slashes = positions[classes == QUOTE], positions[classes == BACKSLASH]
+        quotes, slashes = positions[classes == QUOTE_CLASS], positions[classes == BACKSLASH_CLASS]
         starts_escaped = self._escaped
         if starts_escaped and len(quotes) and quotes[0] == 0:
             quotes = quotes[1:]
@@ -156,14 +164,14 @@ class _StructureScanner:
         classes: np.ndarray,
         num_quotes: int,
     ) -> None:
-        steps = (classes == OPEN_BRACKET).astype(np.int32) - (classes == CLOSE_BRACKET)
+        steps = (classes == OPEN_BRACKET_CLASS).astype(np.int32) - (classes == CLOSE_BRACKET_CLASS)
         depths = self._depth + np.cumsum(steps, dtype=np.int32)
         opened, commas = (
-            int(np.count_nonzero(classes == OPEN_BRACKET)),
-            int(np.count_nonzero(classes == COMMA)),
+            int(np.count_nonzero(classes == OPEN_BRACKET_CLASS)),
+            int(np.count_nonzero(classes == COMMA_CLASS)),
         )
-        objects = int(np.count_nonzero(raw[positions[classes == OPEN_BRACKET]] == ord("{")))
-        colons = int(np.count_nonzero(classes == COLON))
+        objects = int(np.count_nonzero(raw[positions[classes == OPEN_BRACKET_CLASS]] == ord("{")))
+        colons = int(np.count_nonzero(classes == COLON_CLASS))
         self._values += opened + commas
         self._memory += (
             BYTES_PER_OBJECT * objects
@@ -194,7 +202,7 @@ class _StructureScanner:
         elif self._memory + DISTINCT_KEY_BYTES * max(-self._num_key_names, 0) > self._max_memory:
             message = "has too many small lists, objects and strings for its size"
         keys = [self._key]
-        colons = np.flatnonzero((classes[:last] == COLON) & (depths[:last] == 1))
+        colons = np.flatnonzero((classes[:last] == COLON_CLASS) & (depths[:last] == 1))
         # on an error, all keys of this slice: the one with the largest value is reported
         for colon in map(int, colons if message else colons[-1:]):
             before = begin + int(positions[colon - 1]) if colon else self._last_position

@@ -27,7 +27,7 @@ from modelmill.serve.tool_schema import (
     NamedFunction,
     NamedToolChoice,
     Tool,
-    ToolDefinition,
+    ToolDefinitionBase,
     ToolGrammar,
     check_parameter_schemas_are_json,
     make_function_choice,
@@ -73,7 +73,7 @@ class FlatCustomFormat(StrictModel):
     syntax: Literal["lark", "regex"] | None = None
 
 
-class FlatCustomTool(ToolDefinition):
+class FlatCustomTool(ToolDefinitionBase):
     """A tool that takes a text."""
 
     type: Literal["custom"]
@@ -116,7 +116,7 @@ class FlatCustomTool(ToolDefinition):
 NamespacedTool = Annotated[FunctionTool | FlatCustomTool, Field(discriminator="type")]
 
 
-class NamespaceTool(ToolDefinition):
+class NamespaceTool(ToolDefinitionBase):
     """Tools of one name space, such as those of an MCP server behind the client."""
 
     type: Literal["namespace"]

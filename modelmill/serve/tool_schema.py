@@ -17,14 +17,14 @@ MAX_TOOLS = 512
 """Tools of a request: OpenAI takes 128, Anthropic more; an agent with MCP servers has hundreds."""
 
 
-class ToolDefinition(StrictModel):
+class ToolDefinitionBase(StrictModel):
     """What every tool has."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
     description: str | None = Field(None, max_length=65536)
 
 
-class FunctionDefinition(ToolDefinition):
+class FunctionDefinition(ToolDefinitionBase):
     """A function. A forced call always matches the parameters, another one if strict is true."""
 
     parameters: JsonObject | None = None
@@ -73,7 +73,7 @@ class CustomFormat(StrictModel):
             raise RequestError(f"tools: a format of type {self.type} {needs} grammar")
 
 
-class CustomDefinition(ToolDefinition):
+class CustomDefinition(ToolDefinitionBase):
     """A tool that takes a text."""
 
     format: CustomFormat | None = None

@@ -15,7 +15,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import TOKEN_IDS_GRAMMAR, Grammar
 from modelmill.text import harmony
 from modelmill.text.argument_grammar import ArgumentGrammar
-from modelmill.text.call_starts import JSON_FIRST_CHARS
+from modelmill.text.call_starts import JSON_CONTENT_FIRST_CHARS
 from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
@@ -25,7 +25,7 @@ from modelmill.text.tool_call_reader import split_mark_parts
 PromptThinking = Literal["open", "closed", "free"]
 """What the prompt says of the thinking: begun, ended or excluded, or left to the model."""
 MAX_CALL_INDEX_DIGITS = 3
-NO_JSON = rf"~/(?s:\s*[{re.escape(JSON_FIRST_CHARS)}].*)/"
+NO_JSON = rf"~/(?s:\s*[{re.escape(JSON_CONTENT_FIRST_CHARS)}].*)/"
 """Texts that do not begin as JSON does."""
 
 

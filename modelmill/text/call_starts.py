@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 from modelmill.text.tool_call_reader import skip_whitespace, split_mark_parts
 
-JSON_FIRST_CHARS = '{["-0123456789'
+JSON_CONTENT_FIRST_CHARS = '{["-0123456789'
 """With one of these content of a schema begins where a thought may stand in its place."""
 CallStartTexts = tuple[str, ...]
 """Texts that begin an answer of calls, in order; blanks may stand before each."""

@@ -32,7 +32,7 @@ IMAGE_OPEN, IMAGE_CLOSE, IMAGE_PLACEHOLDER = "<Img>", "</Img>", "<ImageHere>"
 # space more
 GENERATION_PROMPT_BY_STYLE = {"first": "Assistant:", "current": "Assistant: "}
 MAX_IMAGES = 32
-MINIGPT4_FORMAT, BLIP2_FORMAT = "minigpt4", "blip-2"
+MINIGPT4_FORMAT_NAME, BLIP2_FORMAT_NAME = "minigpt4", "blip-2"
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def load_image_chat_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> 
     """
     settings = parse_json_file(files, IMAGE_CHAT_FILE)
     tokens, prompt = settings.get("tokens"), settings.get("prompt")
-    known = settings.get("format") == BLIP2_FORMAT or (
-        settings.get("format") == MINIGPT4_FORMAT and prompt in GENERATION_PROMPT_BY_STYLE
+    known = settings.get("format") == BLIP2_FORMAT_NAME or (
+        settings.get("format") == MINIGPT4_FORMAT_NAME and prompt in GENERATION_PROMPT_BY_STYLE
     )
     if not known or type(tokens) is not int or not 0 < tokens < 65536:
         raise TemplateError(
@@ -222,7 +222,7 @@ def load_image_chat_format(files: Mapping[str, bytes], tokenizer: Tokenizer) -> 
         )
     return (
         Blip2ChatFormat(tokenizer, tokens)
-        if settings["format"] == BLIP2_FORMAT
+        if settings["format"] == BLIP2_FORMAT_NAME
         else ImageChatFormat(tokenizer, tokens, prompt)
     )
 
@@ -234,7 +234,7 @@ def replace_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes
         TemplateError: if the model has only one prompt style.
     """
     settings = parse_json_file(files, IMAGE_CHAT_FILE)
-    if settings.get("format") != MINIGPT4_FORMAT:
+    if settings.get("format") != MINIGPT4_FORMAT_NAME:
         raise TemplateError(
             f"this model has one prompt style only; leave out the template {prompt_style!r}"
         )

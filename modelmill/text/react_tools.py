@@ -15,7 +15,7 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
-from modelmill.text.call_starts import JSON_FIRST_CHARS
+from modelmill.text.call_starts import JSON_CONTENT_FIRST_CHARS
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, escape_json_text, suffix_overlap
 from modelmill.text.tool_call_reader import ToolSchemas
 from modelmill.text.tool_prompts import OBSERVATION_LABEL, call_arguments_json, split_parallel_calls
@@ -208,7 +208,7 @@ class ReactAnswerParser(AnswerParser):
         text = self._buffer.lstrip()
         if not text:
             return False
-        if text[0] in JSON_FIRST_CHARS:
+        if text[0] in JSON_CONTENT_FIRST_CHARS:
             self._mode = self._scan_final_answer
         else:
             self._buffer, self._added_chars = "\n" + text, 1

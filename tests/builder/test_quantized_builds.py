@@ -19,7 +19,7 @@ from modelmill.builder import build_engine
 from modelmill.builder.calibration_data import (
     MIN_CALIBRATION_TOKENS,
     check_calibration_ids,
-    find_calibration,
+    find_calibration_source,
     generate_builtin_text,
     load_calibration_ids,
     load_calibration_samples,
@@ -228,7 +228,7 @@ def test_a_file_that_says_too_little_is_named(tmp_path: Path) -> None:
         "modelmill.builder.calibration_data.chat_supports_images", return_value=False
     ):  # fmt: skip
         path = lines(tmp_path / "none.jsonl", {"text": ""})
-        source = find_calibration(BuildConfig(calibration=str(path)), 40)
+        source = find_calibration_source(BuildConfig(calibration=str(path)), 40)
         with pytest.raises(UsageError, match=r"--calibration .*none\.jsonl is empty: .*; pass"):
             load_calibration_samples(source, files, model, 0)
 
@@ -257,7 +257,7 @@ def test_our_own_text_is_the_same_every_time_and_enough() -> None:
 
 
 def test_random_ids_of_a_model_without_tokenizer() -> None:
-    source = find_calibration(BuildConfig(calibration_samples=3, calibration_length=50), 40)
+    source = find_calibration_source(BuildConfig(calibration_samples=3, calibration_length=50), 40)
     ids = load_calibration_ids(source, {}, 17, seed=0)
     assert (
         ids

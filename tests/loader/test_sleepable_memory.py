@@ -20,7 +20,7 @@ from modelmill.core.memory_limits import MemoryInfo
 from modelmill.loader import pinned_blocks, sleepable_memory
 from modelmill.loader.cuda_vmm import CudaDriver
 from modelmill.loader.reachable_tensors import reachable_tensors
-from modelmill.loader.sleepable_memory import CudaRegion, HostRegion, MemoryRegion, SleepableMemory
+from modelmill.loader.sleepable_memory import CpuRegion, CudaRegion, MemoryRegion, SleepableMemory
 from tests.wait import wait_until
 
 UNIT = 4096
@@ -219,7 +219,7 @@ def test_a_region_of_a_gpu(library: FakeLibrary, nbytes: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5 * UNIT + 7])
 def test_a_region_of_the_host(nbytes: int) -> None:
-    check_region(HostRegion(nbytes), nbytes)
+    check_region(CpuRegion(nbytes), nbytes)
 
 
 def test_memory_is_taken_part_by_part(library: FakeLibrary) -> None:

@@ -154,7 +154,7 @@ def test_a_full_host_leaves_the_engine_awake(monkeypatch: pytest.MonkeyPatch) ->
     def full(_: object) -> int:
         raise CapacityError("the host has no memory left to pin (cuMemHostAlloc)")
 
-    monkeypatch.setattr(sleepable_memory.HostRegion, "offload", full)
+    monkeypatch.setattr(sleepable_memory.CpuRegion, "offload", full)
     with pytest.raises(CapacityError, match="no memory left to pin"):
         sleep(core)
     events, cached = answer(core)

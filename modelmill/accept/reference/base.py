@@ -203,7 +203,7 @@ class ReferenceModel(ABC):
         """Return the activation of gate and up; families with a ``gate_bound`` have one."""
         raise NotImplementedError
 
-    def states_beyond_limits(
+    def scan_extreme_time_steps(
         self,
         index: int,  # noqa: ARG002
         mixed: Tensor,  # noqa: ARG002

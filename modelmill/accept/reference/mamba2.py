@@ -114,7 +114,7 @@ class Mamba2Mixin(PlainDecoderReference):
         return r.record("ssm", y.reshape(len(x), -1), mixed, dt)
 
     @torch.no_grad()
-    def states_beyond_limits(
+    def scan_extreme_time_steps(
         self, index: int, mixed: Tensor, dtype: torch.dtype
     ) -> list[tuple[Tensor, Tensor]]:
         """Return steps, and states behind them, of Δ mostly beyond the least, and the largest.

@@ -115,7 +115,7 @@ class MiniGpt4VisionReference(VisionReference):
             yield _flattened_linear_stage(
                 f"{engine_name}.attn.qkv", i, "vision_encoder.qkv", normed, torch.cat((q, k, v), -1)
             )
-            inner = _attention(q, k, v, int(self.vision_config["heads"]))
+            inner = _attention_core(q, k, v, int(self.vision_config["heads"]))
             mixed = self._linear(f"{file_name}.attn.proj", inner)
             yield _flattened_linear_stage(
                 f"{engine_name}.attn.proj", i, "vision_encoder.proj", inner, mixed
@@ -217,7 +217,7 @@ class MiniGpt4VisionReference(VisionReference):
                 value,
                 made[name],
             )
-        mixed = _attention(
+        mixed = _attention_core(
             made["query"], made["key"], made["value"], int(self.qformer_config["heads"])
         )
         dense = self._linear(f"{file_name}.output.dense", mixed)
@@ -261,7 +261,7 @@ class MiniGpt4VisionReference(VisionReference):
         return project(x, self.engine_or_checkpoint_weights(name, f"image_embedder.{name}"))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+def _attention_core(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Full attention of [1, T, C] each, head by head."""
     out = []
     for a, b, c in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):

@@ -34,7 +34,7 @@ def parse_keep_alive(value: KeepAliveInput) -> float:
     if isinstance(value, bool):
         raise _invalid_keep_alive(value)
     if isinstance(value, str):
-        seconds = _parse_duration(value.strip())
+        seconds = _parse_duration_or_none(value.strip())
     else:
         seconds = float(value) if abs(value) < 1e300 else math.inf
     if seconds is None or math.isnan(seconds):
@@ -42,7 +42,7 @@ def parse_keep_alive(value: KeepAliveInput) -> float:
     return math.inf if seconds < 0 else seconds
 
 
-def _parse_duration(text: str) -> float | None:
+def _parse_duration_or_none(text: str) -> float | None:
     """The seconds of a duration; None if it is none."""
     if len(text) > 64:
         return None
