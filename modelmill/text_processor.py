@@ -9,7 +9,6 @@ import copy
 import functools
 import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from modelmill.core.errors import (
 )
 from modelmill.core.generation_defaults import GenerationDefaults, parse_generation_config
 from modelmill.core.types import (
-    TOKEN_IDS_GRAMMAR,
     Grammar,
     Guide,
     ImageEmbeddingSpan,
@@ -536,8 +534,9 @@ class TextProcessor:
             RequestError: The engine has no tokenizer, or the grammar is invalid.
         """
         assert request.grammar is not None, "a guide follows a grammar"
-        if request.grammar.grammar_type == TOKEN_IDS_GRAMMAR:
-            return AllowedTokensGuide(json.loads(request.grammar.text), vocab)
+        allowed_ids = request.grammar.allowed_token_ids()
+        if allowed_ids is not None:
+            return AllowedTokensGuide(allowed_ids, vocab)
         if self.tokenizer is None:
             raise RequestError("structured output needs a tokenizer, and this engine has none")
         if self._guides is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -284,6 +285,12 @@ class Grammar:
 
     grammar_type: str
     text: str
+
+    def allowed_token_ids(self) -> tuple[int, ...] | None:
+        """Return the ids of a list of token ids; None for another grammar."""
+        if self.grammar_type != TOKEN_IDS_GRAMMAR:
+            return None
+        return tuple(json.loads(self.text))
 
 
 class Guide(Protocol):

@@ -340,8 +340,9 @@ class Sampler:
         self, seqs: list[Sequence], below_min_tokens: tuple[bool, ...]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(rows, ids) of the stop ids that must not be sampled yet; None if there are none."""
-        # min_tokens does not apply to guided rows: the grammar decides where the output may end
-        too_short = [(i, s) for i, s in enumerate(seqs) if below_min_tokens[i] and s.guide is None]
+        too_short = [
+            (i, s) for i, s in enumerate(seqs) if below_min_tokens[i] and _may_suppress_stops(s)
+        ]
         banned = [(i, t) for i, s in too_short for t in sorted(s.stop_ids) if t < self.vocab]
         if not banned:
             return None
@@ -353,6 +354,14 @@ class Sampler:
 
     def _float_tensor(self, values: Iterable[float]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.float32).to(self.device, non_blocking=True)
+
+
+def _may_suppress_stops(seq: Sequence) -> bool:
+    """Whether min_tokens applies: a grammar itself decides where the output may end."""
+    if seq.request.grammar is None:
+        return True
+    allowed = seq.request.grammar.allowed_token_ids()
+    return allowed is not None and not seq.stop_ids.issuperset(allowed)
 
 
 def _sampling_arrays(params: list[SamplingParams]) -> dict[str, np.ndarray]:

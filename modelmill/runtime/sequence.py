@@ -54,9 +54,10 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
         raise RequestError(f"the prompt's token ids must be between 0 and {limits.vocab_size - 1}")
     max_prompt = limits.max_len - (params.max_tokens != 0)
     if len(prompt) > max_prompt:
+        answer = f" and an answer within {limits.max_len}" if params.max_tokens != 0 else ""
         raise PromptTooLong(
-            f"the prompt has {len(prompt)} tokens, this engine takes {max_prompt} and an answer "
-            f"within {limits.max_len}; shorten it",
+            f"the prompt has {len(prompt)} tokens, this engine takes {max_prompt}{answer}; "
+            "shorten it",
             PromptTokenCounts(len(prompt), max_prompt),
         )
     if len(prompt) > limits.kv_tokens:
@@ -79,7 +80,12 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
             "(max_num_seqs, "
             "max_num_batched_tokens); lower it"
         )
-    id_options = (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids))
+    allowed_ids = None if request.grammar is None else request.grammar.allowed_token_ids()
+    id_options = (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", allowed_ids or ()),
+    )
     for name, option_ids in id_options:
         outside = [t for t in option_ids if t >= limits.vocab_size]
         if outside:

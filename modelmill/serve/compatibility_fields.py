@@ -119,15 +119,17 @@ class CompatibilityFields(StrictModel):
 class ChatCompatibilityFields(StrictModel):
     """Such fields of chat completions alone."""
 
-    verbosity: str | None = ignored_field("the model writes as it writes")
+    verbosity: str | None = ignored_field("the model writes as it writes; of chat alone")
     echo: Annotated[bool | None, only_off_values(False)] = off_only_field("false; of chat alone")
     best_of: Annotated[int | None, only_off_values(1)] = off_only_field("1; of chat alone")
-    documents: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
+    documents: Annotated[AnyItems | None, only_off_values([])] = off_only_field(
+        "an empty list; of chat alone"
+    )
     parse_tool_calls: Annotated[bool | None, only_off_values(True)] = off_only_field(
-        "true: calls are always parsed"
+        "true: calls are always parsed; of chat alone"
     )
     reasoning_format: Annotated[str | None, only_off_values("auto", "deepseek")] = off_only_field(
-        "auto or deepseek: thinking is reasoning_content"
+        "auto or deepseek: thinking is reasoning_content; of chat alone"
     )
 
 

@@ -128,6 +128,8 @@ def _field_in_message(text: str, field_names: frozenset[str]) -> str | None:
     word = _WORD.match(text)
     if word is not None and word[0] in field_names:
         return word[0]
+    if text.startswith("the prompt's token ids") and "tokens" in field_names:
+        return "tokens"
     prompt_field = next(
         (name for name in ("input", "messages", "prompt") if name in field_names), None
     )

@@ -25,6 +25,8 @@ MAX_BAD_WORDS = 1024
 NO_TOKEN_LIMIT = -1
 """The value of max_tokens and n_predict that llama.cpp and LM Studio take as no limit."""
 
+MIN_TOKENS_WARNING = "min_tokens has no effect: the grammar decides where the answer ends"
+
 
 class StreamOptions(StrictModel):
     """include_usage: one more chunk at the end with the usage.
@@ -137,6 +139,10 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             return grammar
         usable, reasons = relax_grammar_if_needed(grammar, self.grammar_field)
         self.add_warnings(reasons)
+        if self.min_tokens:
+            self.add_warnings(
+                ["min_tokens has no effect: the grammar decides where the answer ends"]
+            )
         return usable
 
     def add_warnings(self, lines: Sequence[str]) -> None:

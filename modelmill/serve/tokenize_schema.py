@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, StrictModel, Text
@@ -19,6 +20,7 @@ class ApplyTemplateRequest(StrictModel):
     may_omit_model: ClassVar[bool] = True
 
     model: ModelName = ""
+    keep_alive: KeepAliveField = None
     messages: ChatMessages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
@@ -72,4 +74,5 @@ class DetokenizeRequest(StrictModel):
     may_omit_model: ClassVar[bool] = True
 
     model: ModelName = ""
+    keep_alive: KeepAliveField = None
     tokens: TokenIds

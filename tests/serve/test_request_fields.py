@@ -13,7 +13,7 @@ from modelmill.serve.compatibility_fields import list_compatibility_fields
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.message_cleaning import clean_messages
 from modelmill.serve.request_options import bad_word_ids
-from tests.serve.dialect_calls import events, post
+from tests.serve.dialect_calls import MODEL, events, post
 from tests.serve.service_thread import ServiceThread
 
 PROMPT = "Once upon a time"
@@ -136,6 +136,52 @@ def test_allowed_token_ids_are_the_only_ones(running: ServiceThread) -> None:
     for choice in complete(running, seed=1, **more)["choices"]:
         assert len(choice["token_ids"]) == 8
         assert set(choice["token_ids"]) <= set(allowed)
+
+
+def test_fewest_tokens_of_allowed_ids(running: ServiceThread) -> None:
+    """An allowed stop token is not sampled too early, unless nothing else is allowed."""
+    stop = complete(running, max_tokens=1, return_token_ids=True)["choices"][0]["token_ids"][0]
+    more = {"stop_token_ids": [stop], "logit_bias": {str(stop): 100}, "temperature": 0}
+    usage = complete(running, **more, allowed_token_ids=[stop, 300], min_tokens=5)["usage"]
+    assert usage["completion_tokens"] == 6
+    usage = complete(running, **more, allowed_token_ids=[stop], min_tokens=5)["usage"]
+    assert usage["completion_tokens"] == 1
+
+
+def test_fewest_tokens_beside_a_grammar_are_a_warning(running: ServiceThread) -> None:
+    answer = complete(running, structured_outputs={"choice": ["a", "b"]}, min_tokens=5)
+    assert answer["warnings"] == [
+        "min_tokens has no effect: the grammar decides where the answer ends"
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_allowed_ids_outside_the_vocabulary_are_refused_before_the_stream(
+    running: ServiceThread, stream: bool
+) -> None:
+    for path, body in (("/v1/completions", COMPLETE), ("/v1/chat/completions", CHAT)):
+        more = {"allowed_token_ids": [10**6], "stream": stream}
+        reply = running.post(path, {"model": MODEL, **body, **more})
+        assert reply.status == 400
+        assert reply.json["error"]["param"] == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/apply-template", {"messages": HI}),
+        ("/detokenize", {"tokens": [300]}),
+        ("/v1/messages/count_tokens", {"messages": HI}),
+    ],
+)
+def test_what_loads_a_model_takes_keep_alive(
+    running: ServiceThread, path: str, body: dict[str, Any]
+) -> None:
+    post(running, path, {**body, "keep_alive": "3m"})
+    refused = running.post(path, {"model": MODEL, **body, "keep_alive": "3 moons"})
+    assert refused.status == 400
+    assert "keep_alive" in str(refused.json)
 
 
 def test_biases_as_llama_cpp_writes_them(running: ServiceThread) -> None:

@@ -239,7 +239,10 @@ def to_chat_messages(
         else:
             _append_input_message(chat, message.role, blocks, f"{path}.content")
     if not any(message["role"] != "system" for message in chat):
-        raise RequestError("messages has no text, image, call or result; give at least one")
+        raise RequestError(
+            "messages has no text, image, call or result of the user or the assistant; give at "
+            "least one"
+        )
     return chat
 
 

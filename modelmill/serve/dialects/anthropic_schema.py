@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compatibility_fields import AnyItems, ignored_field
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
@@ -104,6 +105,7 @@ class CountTokensRequest(UnknownNullTolerantModel):
     may_omit_model: ClassVar[bool] = True
 
     model: ModelName = ""
+    keep_alive: KeepAliveField = None
     messages: JsonObjectList = Field(min_length=1)
     system: LongText | BlockText | None = Field(
         None, description="a string, or a list of text blocks"

@@ -44,7 +44,7 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, request: Request) -> Any:
     """The number of prompt tokens of a conversation with its tools."""
-    service, engine = await acquire_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     _, state = await service.run_in_thread(prepare_chat, engine.text_processor, body, limit)
     return SurrogateSafeJsonResponse({"input_tokens": len(state.request.prompt)})

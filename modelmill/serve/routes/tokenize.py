@@ -31,7 +31,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Token ids of a text, or of a conversation through the chat template."""
-    service, engine = await acquire_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     return await service.run_in_thread(
         _tokenize_response, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -40,7 +40,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
 @router.post("/apply-template")
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Any:
     """The prompt of a conversation as text, without running it."""
-    service, engine = await acquire_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     return await service.run_in_thread(
         _rendered_template_response, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -60,7 +60,7 @@ async def count_chat_tokens(body: ChatRequest, request: Request) -> Any:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of token ids."""
-    service, engine = await acquire_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     return await service.run_in_thread(
         _detokenize_response, engine.text_processor, body, engine.request_limits
     )
