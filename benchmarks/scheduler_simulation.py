@@ -91,7 +91,7 @@ def iter_steps(scheduler: Scheduler) -> Iterator[Schedule]:
         plan = scheduler.schedule()
         assert plan is not None
         yield plan
-        scheduler.advance_sequences(plan)
+        scheduler.update_after_launch(plan)
         for seq in [seq for seq, _ in plan.work if seq.pending]:
             seq.tokens.append(5)
             seq.pending = 0

@@ -132,7 +132,7 @@ def _read_deepseek_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read DeepSeek-V2, whose experts have softmax, V3, whose experts have sigmoids, or Youtu."""
     attention = _read_latent_attention_config(keys)
     if not keys.is_nonzero("expert_count"):
-        return {"model_type": "youtu", **attention, **_read_dense_only_layer_count(keys)}
+        return {"model_type": "youtu", **attention, **_read_dense_model_config(keys)}
     experts = read_grouped_experts(keys)
     if _read_expert_gating_func(keys, experts["num_hidden_layers"]) == SIGMOID_GATING:
         return {"model_type": "deepseek_v3", **attention, **experts}
@@ -158,7 +158,7 @@ def _read_expert_gating_func(keys: ArchitectureKeys, layers: int) -> int:
     return gating
 
 
-def _read_dense_only_layer_count(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_dense_model_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the depth; keys of experts are there, too, as llama.cpp requires them."""
     layers, dense = keys.get_positive_int("block_count"), "leading_dense_block_count"
     if keys.get_positive_int(dense, layers) < layers:

@@ -235,7 +235,7 @@ async def _serve_engines(
         weights = [_estimate_engine_bytes(path) for path in args.engines]
         always = list(zip(engines.values(), weights, strict=True))
         manager, watch = make_catalogue_manager_and_watch(args, entries, always, launcher)
-        by_name |= manager.engines_by_name()
+        by_name |= manager.engine_clients_by_name()
     doing = [f"loading {', '.join(names)}"] if names else []
     doing += [f"models loaded on demand: {len(entries)}"] if entries else []
     shown = [*names, *(entry.name for entry in entries)]

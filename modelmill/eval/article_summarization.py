@@ -260,7 +260,7 @@ class SummaryResumeFile:
             return {}
         rows = [row for row in self._read_rows(self.path) if row["key"] == key]
         return {
-            row["place"]: Summary(**{name: row[name] for name in _SUMMARY_FIELDS})
+            row["place"]: Summary(**{name: row[name] for name in _SAVED_SUMMARY_FIELDS})
             for row in rows
             if "place" in row
         }
@@ -300,7 +300,9 @@ class SummaryResumeFile:
 
 def _is_valid_row(row: Any) -> bool:
     return (
-        isinstance(row, dict) and isinstance(row.get("key"), str) and row.keys() >= _SUMMARY_FIELDS
+        isinstance(row, dict)
+        and isinstance(row.get("key"), str)
+        and row.keys() >= _SAVED_SUMMARY_FIELDS
     )
 
 
@@ -312,7 +314,7 @@ def _is_incomplete_line(torn: str) -> bool:
         return torn.startswith(_LINE_START) or _LINE_START.startswith(torn)
 
 
-_SUMMARY_FIELDS = frozenset(Summary.__annotations__)
+_SAVED_SUMMARY_FIELDS = frozenset(Summary.__annotations__)
 _LINE_START = '{"key": "'
 
 

@@ -174,7 +174,7 @@ class BeamSearch:
                 logs.new_tensor(params.presence_penalty or 0.0),
                 logs.new_tensor(params.frequency_penalty or 0.0),
             )
-            logs = logits_processors.apply_presence_penalties(logs, counts, presence, frequency)
+            logs = logits_processors.apply_additive_penalties(logs, counts, presence, frequency)
         if settings:
             self._apply_processor_per_beam(logits_processors.apply_after_penalties, logs, settings)
         if first.num_outputs < (params.min_tokens or 0) and first.stop_ids:

@@ -550,7 +550,7 @@ class EngineCore:
                     self.scheduler.preempt(seq)
 
     def _update_after_launch(self, schedule: Schedule) -> None:
-        self.scheduler.advance_sequences(schedule)
+        self.scheduler.update_after_launch(schedule)
         self._num_steps += 1
         full = self.config.max_num_batched_tokens
         if self.scheduler.step_token_budget < full:

@@ -38,7 +38,7 @@ def apply_repetition_penalty(
     )
 
 
-def apply_presence_penalties(
+def apply_additive_penalties(
     logits: torch.Tensor,
     counts: torch.Tensor,
     presence_penalty: torch.Tensor,

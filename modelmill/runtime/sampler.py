@@ -272,7 +272,7 @@ class Sampler:
                 logits, counts.token_mask[penalties.slots], penalties.repetition
             )
         if penalties.presence is not None and penalties.frequency is not None:
-            logits = logits_processors.apply_presence_penalties(
+            logits = logits_processors.apply_additive_penalties(
                 logits, counts.counts[penalties.slots], penalties.presence, penalties.frequency
             )
         return logits

@@ -411,7 +411,7 @@ class Scheduler:
             (*self.running, *self.waiting)
         )
 
-    def advance_sequences(self, schedule: Schedule) -> None:
+    def update_after_launch(self, schedule: Schedule) -> None:
         """Update the sequences after a launch: computed and pending tokens, forks.
 
         The results are not read yet; the next schedule only needs these counts.

@@ -398,7 +398,7 @@ def decode_frames(buffer: bytearray) -> list[Message]:
 
 def _encode_request(request: Request) -> dict[str, Any]:
     params = {each.name: getattr(request.params, each.name) for each in fields(SamplingParams)}
-    params = {name: value for name, value in params.items() if value != _DEFAULT_VALUES[name]}
+    params = {name: value for name, value in params.items() if value != _DEFAULT_PARAM_VALUES[name]}
     if "logit_bias" in params:
         params["logit_bias"] = list(params["logit_bias"].items())  # JSON keys are strings
     if params.get("logits_processors") is not None:
@@ -512,6 +512,6 @@ def _decode_step_tokens(content: list[Any], blobs: Sequence[bytes]) -> StepToken
 
 
 _DEFAULT_PARAMS = SamplingParams()
-_DEFAULT_VALUES = {
+_DEFAULT_PARAM_VALUES = {
     each.name: getattr(_DEFAULT_PARAMS, each.name) for each in fields(SamplingParams)
 }

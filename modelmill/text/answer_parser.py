@@ -212,7 +212,7 @@ class MarkedAnswerParser(AnswerParser):
             undecided = (self._detect_thinking_start, self._detect_calls_or_schema)
             if self._starts and not self.in_reasoning and self._mode in undecided:
                 rest = ""
-            if self._mode == self._scan_mark_begun_in_prompt:
+            if self._mode == self._detect_rest_of_begun_mark:
                 rest = ""
             if self._mode == self._detect_thinking_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
@@ -252,7 +252,7 @@ class MarkedAnswerParser(AnswerParser):
         """The mode at the begin of the content, where calls may stand in it."""
         self._marked = False
         if self._begun:
-            return self._scan_mark_begun_in_prompt
+            return self._detect_rest_of_begun_mark
         if self._reader is None or not self._bare:
             return self._scan_content
         self._reader.begin_block()
@@ -289,7 +289,7 @@ class MarkedAnswerParser(AnswerParser):
         self._mode = self._choose_content_mode()
         return True
 
-    def _scan_mark_begun_in_prompt(self) -> bool:
+    def _detect_rest_of_begun_mark(self) -> bool:
         """Detect what continues the mark that the prompt begins."""
         marks = tuple(mark.removeprefix(self._begun) for mark in self._prompt_begun_marks)
         if self._buffer.startswith(marks):

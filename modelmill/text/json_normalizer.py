@@ -29,7 +29,7 @@ NON_FINITE_WORDS = dict.fromkeys(("NaN", "Infinity", "-Infinity"), "null")
 """What JavaScript and Python write for numbers that JSON cannot express."""
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
-_ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
+_ESCAPE_DIGIT_COUNTS = {"u": 4, "x": 2, "U": 8}
 MAX_BARE_KEY_CHARS = 1024
 """Maximum characters of a key without quotes."""
 SET_BRACKET = "set"
@@ -328,7 +328,7 @@ class StreamingJsonNormalizer:
         if char in _SIMPLE_ESCAPES:
             self._write_string_part(text[at : at + 2])
             return at + 2
-        size = _ESCAPE_SIZES.get(char, 0)
+        size = _ESCAPE_DIGIT_COUNTS.get(char, 0)
         if size:
             digits = text[at + 2 : at + 2 + size]
             if not _HEX_DIGITS.issuperset(digits):

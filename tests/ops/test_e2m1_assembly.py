@@ -57,9 +57,9 @@ def test_each_code_at_each_place(shift: int) -> None:
         word = sum(byte << 8 * place for place, byte in enumerate(data))
         low = [E2M1_VALUES[byte & 15] for byte in data]
         high = [E2M1_VALUES[byte >> 4] for byte in data]
-        floats = run_ptx(moe_decode_int4._E2M1_TO_FLOAT32.value, {"$8": word})
+        floats = run_ptx(moe_decode_int4._E2M1_TO_FLOAT32_ASM.value, {"$8": word})
         bits = torch.tensor([floats[f"${i}"] for i in range(8)]).to(torch.uint32)
         assert bits.view(torch.float32).tolist() == [*low, *high]
-        pairs = run_ptx(grouped_gemm_int4._E2M1_TO_BFLOAT16.value, {"$4": word})
+        pairs = run_ptx(grouped_gemm_int4._E2M1_TO_BFLOAT16_ASM.value, {"$4": word})
         bits = torch.tensor([pairs[f"${i}"] for i in range(4)]).to(torch.uint32)
         assert bits.view(torch.bfloat16).tolist() == [*low, *high]

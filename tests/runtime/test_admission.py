@@ -69,7 +69,7 @@ def serve(scheduler: Scheduler, works: list[tuple[int, int]], **params: Any) -> 
         plan = scheduler.schedule()
         assert plan is not None
         assert plan.work, "a step of nothing"
-        scheduler.advance_sequences(plan)
+        scheduler.update_after_launch(plan)
         steps, most = steps + 1, max(most, len(scheduler.running))
         for seq, _ in plan.work:
             if seq.pending:
@@ -106,7 +106,7 @@ def test_a_request_does_not_wait_for_the_long_answers_of_others(reads: bool) -> 
     scheduler.add(sequence(16, 440, 0))
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.advance_sequences(plan)
+    scheduler.update_after_launch(plan)
     plan.work[0][0].tokens.append(7)
     plan.work[0][0].pending = 0
     late = sequence(100, 300, 1)

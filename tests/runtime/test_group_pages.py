@@ -127,7 +127,7 @@ def run_all(scheduler: Scheduler, works: list[tuple[int, int, int, int]]) -> Non
         memory.run(schedule)
         in_use = scheduler.pool.count - scheduler.pool.num_available
         assert in_use <= planned_pages(scheduler)
-        scheduler.advance_sequences(schedule)
+        scheduler.update_after_launch(schedule)
         check_owners(scheduler)
         for seq in list(scheduler.running):
             if seq.pending:

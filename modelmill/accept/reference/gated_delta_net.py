@@ -75,7 +75,7 @@ class GatedDeltaNetMixin(HybridLayersMixin, PerHeadQKNormMixin):
 
     def layer_weights(self, index: int) -> LayerWeights:
         """Read the weights of one layer in float32."""
-        weights = {name: self.norm_weights(index, name) for name in self.norm_names()}
+        weights = {name: self.norm_weights(index, name) for name in self.norm_module_names()}
         for name, affine in self.mixer_and_mlp_weights(index).items():
             turned = name in ("q", "k") and not self.recurrent[index]
             weights[name] = self.to_engine_channel_order(affine) if turned else affine

@@ -30,7 +30,7 @@ TOP_LEVEL_TENSORS = {
     "backbone.norm_f.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-SELECTION_BIAS_TENSOR = "gate.e_score_correction_bias"
+HF_SELECTION_BIAS_NAME = "gate.e_score_correction_bias"
 
 
 def nemotron_h_config(container: RawContainer) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class NemotronHGgufSource(GgufSource):
         if part == "norm.weight":
             return f"blk.{layer}.attn_norm.weight"
         own = part.removeprefix("mixer.")
-        if own == SELECTION_BIAS_TENSOR:
+        if own == HF_SELECTION_BIAS_NAME:
             return f"blk.{layer}.exp_probs_b.bias"
         stem, _, suffix = own.rpartition(".")
         if stem.startswith("experts."):

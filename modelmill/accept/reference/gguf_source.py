@@ -86,7 +86,7 @@ GROUPED_EXPERT_TENSORS = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
-LATENT_ATTENTION_TENSORS = {
+DEEPSEEK_TENSORS = {
     **GROUPED_EXPERT_TENSORS,
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
@@ -202,9 +202,9 @@ HF_TO_GGUF_TENSORS_BY_MODEL_TYPE: dict[str, dict[str, str]] = {
         "ffn.down_proj": "ffn_down",
     },
     "glm4_moe": {"post_attention_layernorm": "post_attention_norm", **GROUPED_EXPERT_TENSORS},
-    "deepseek_v2": LATENT_ATTENTION_TENSORS,
-    "deepseek_v3": LATENT_ATTENTION_TENSORS,
-    "youtu": LATENT_ATTENTION_TENSORS,
+    "deepseek_v2": DEEPSEEK_TENSORS,
+    "deepseek_v3": DEEPSEEK_TENSORS,
+    "youtu": DEEPSEEK_TENSORS,
     "phi": {
         "model.final_layernorm": "output_norm",
         "self_attn.dense": "attn_output",

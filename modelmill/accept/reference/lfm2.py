@@ -52,7 +52,7 @@ class Lfm2Reference(PerHeadQKNormMixin):
         """Read the weights of one layer in float32."""
         if not self.convolves[index]:
             return super().layer_weights(index)
-        names = (name for name in self.norm_names() if name not in HEAD_NORMS)
+        names = (name for name in self.norm_module_names() if name not in HEAD_NORMS)
         norms = {name: self.norm_weights(index, name) for name in names}
         return norms | self.conv_weights(f"{self.LAYERS}.{index}.conv") | self.mlp_weights(index)
 

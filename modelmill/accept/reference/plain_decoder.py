@@ -231,13 +231,13 @@ class PlainDecoderReference(ReferenceModel):
         bias = self.source.get(f"{stem}.bias") if has_bias else None
         return ModuleWeights(self.source.get(f"{stem}.weight"), bias)
 
-    def norm_names(self) -> list[str]:
+    def norm_module_names(self) -> list[str]:
         """Return the names of a layer's norms."""
         return list(self.norm_paths)
 
     def layer_weights(self, index: int) -> LayerWeights:
         """Read the weights of one layer in float32."""
-        weights = {name: self.norm_weights(index, name) for name in self.norm_names()}
+        weights = {name: self.norm_weights(index, name) for name in self.norm_module_names()}
         for name, affine in self.mixer_and_mlp_weights(index).items():
             weights[name] = self.to_engine_channel_order(affine) if name in ("q", "k") else affine
         return weights

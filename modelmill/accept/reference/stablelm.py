@@ -28,7 +28,7 @@ class StableLmReference(QKNormReference):
         if config.get("use_parallel_residual"):
             self.layer = self.parallel_branch_layer
 
-    def norm_names(self) -> list[str]:
+    def norm_module_names(self) -> list[str]:
         """Return the names of a layer's norms; a parallel layer has one."""
         serial = self.layer == self.pre_norm_layer
         return ["input_norm", *(["mlp_norm"] if serial else [])]

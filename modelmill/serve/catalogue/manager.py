@@ -179,7 +179,7 @@ class ModelManager:
 
     # -- requests
 
-    def engines_by_name(self) -> dict[str, EngineClient]:
+    def engine_clients_by_name(self) -> dict[str, EngineClient]:
         """The clients by every name that the catalogue gives them."""
         return {
             name: each.engine for each in self.models for name in (each.name, *each.entry.aliases)

@@ -29,7 +29,7 @@ class WatchedFolder:
 
     def __init__(self, models: Models, folder: Path) -> None:
         self.models, self.folder = models, folder
-        self.service = Service(models.manager.engines_by_name(), catalogue=models.manager)
+        self.service = Service(models.manager.engine_clients_by_name(), catalogue=models.manager)
         self.client = Client(make_app(self.service))
         self.watch = FolderWatch(models.manager, folder, self._make)
         self.watch.set_callbacks(self.service.add_model, self.service.remove_model)

@@ -29,7 +29,7 @@ class CatalogueService:
     def __init__(self, models: Models) -> None:
         self.models = models
         manager = models.manager
-        self.service = Service(manager.engines_by_name(), catalogue=manager)
+        self.service = Service(manager.engine_clients_by_name(), catalogue=manager)
         self.client = Client(make_app(self.service))
 
     def complete(self, name: str, **more: Any) -> asyncio.Task[Response]:

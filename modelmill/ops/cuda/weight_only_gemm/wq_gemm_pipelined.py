@@ -120,9 +120,7 @@ def supported_problems(
         )
         for rows, config in config_row_ranges(KERNEL_CONFIGS)
     ]
-    blocks = row_block_support_range(
-        few, functools.partial(_fits_pipelined_and_large_m, gated=gated)
-    )
+    blocks = row_block_support_range(few, functools.partial(_fits_above_max_rows, gated=gated))
     own = GemmSupportRange(
         m=(MAX_ROWS + 1, MAX_BLOCK_ROWS),
         k_multiple=PACK_COLUMNS,
@@ -133,7 +131,7 @@ def supported_problems(
     return (*few, blocks, own, *wq_gemm_large_m.support_ranges(scale_dtypes, gated=gated))
 
 
-def _fits_pipelined_and_large_m(problem: GemmProblem, *, gated: bool) -> bool:
+def _fits_above_max_rows(problem: GemmProblem, *, gated: bool) -> bool:
     """Whether more rows of x than ``MAX_ROWS`` are multiplied at once."""
     return _fits(problem, gated=gated) and wq_gemm_large_m.fits(problem, gated=gated)
 

@@ -36,9 +36,9 @@ def _int8_to_float16_asm(first: str, second: str) -> str:
     }}"""
 
 
-_INT8_TO_FLOAT16 = tl.constexpr(_int8_to_float16_asm("0x4140", "0x4342"))
-_INT8_PAIRS_TO_FLOAT16 = tl.constexpr(_int8_to_float16_asm("0x4240", "0x4341"))
-_FP8_PAIRS_TO_FLOAT16 = tl.constexpr("""{
+_INT8_TO_FLOAT16_ASM = tl.constexpr(_int8_to_float16_asm("0x4140", "0x4342"))
+_INT8_PAIRS_TO_FLOAT16_ASM = tl.constexpr(_int8_to_float16_asm("0x4240", "0x4341"))
+_FP8_PAIRS_TO_FLOAT16_ASM = tl.constexpr("""{
     .reg .b32 u;
     .reg .b16 a, b;
     prmt.b32 u, $2, 0, 0x3120;
@@ -47,7 +47,7 @@ _FP8_PAIRS_TO_FLOAT16 = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $1, b;
     }""")
 # a byte b with its sign bit flipped, combined with the exponent of 2²³, reads as 2²³ + 128 + b
-_INT8_TO_FLOAT32 = tl.constexpr("""{
+_INT8_TO_FLOAT32_ASM = tl.constexpr("""{
     .reg .b32 u, a<4>;
     xor.b32 u, $4, 0x80808080;
     prmt.b32 a0, u, 0x4B000000, 0x7440;
@@ -72,7 +72,7 @@ def to_float16(x):
     if x.dtype == tl.int8:
         if _ASSEMBLY:
             return tl.inline_asm_elementwise(
-                _INT8_TO_FLOAT16, "=r,=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4
+                _INT8_TO_FLOAT16_ASM, "=r,=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4
             )
         else:  # noqa: RET505  Triton compiles code after a return too
             return x.to(tl.float16)
@@ -89,7 +89,9 @@ def unpack_pair(pair, dtype: tl.constexpr):
     A matrix in shared memory can be read transposed in units of 16 bits, not of 8.
     """
     if _ASSEMBLY:
-        asm: tl.constexpr = _INT8_PAIRS_TO_FLOAT16 if dtype == tl.int8 else _FP8_PAIRS_TO_FLOAT16
+        asm: tl.constexpr = (
+            _INT8_PAIRS_TO_FLOAT16_ASM if dtype == tl.int8 else _FP8_PAIRS_TO_FLOAT16_ASM
+        )
         return tl.inline_asm_elementwise(
             asm, "=r,=r,r", args=[pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
@@ -104,7 +106,7 @@ def to_float32(x):
     """Convert any type to float32; int8 as in ``to_float16``, with the exponent of 2²³."""
     if x.dtype == tl.int8 and _ASSEMBLY:
         return tl.inline_asm_elementwise(
-            _INT8_TO_FLOAT32, "=r,=r,=r,=r,r", args=[x], dtype=tl.float32, is_pure=True, pack=4
+            _INT8_TO_FLOAT32_ASM, "=r,=r,=r,=r,r", args=[x], dtype=tl.float32, is_pure=True, pack=4
         )
     else:  # noqa: RET505
         return x.to(tl.float32)
@@ -114,7 +116,7 @@ def to_float32(x):
 def int8_to_float32(x):
     """Convert int8 to float32 without the slow conversion unit, not in the interpreter."""
     return tl.inline_asm_elementwise(
-        _INT8_TO_FLOAT32, "=f,=f,=f,=f,r", args=[x], dtype=tl.float32, is_pure=True, pack=4
+        _INT8_TO_FLOAT32_ASM, "=f,=f,=f,=f,r", args=[x], dtype=tl.float32, is_pure=True, pack=4
     )
 
 

@@ -39,8 +39,8 @@ from modelmill.ops.triton.moe.grouped_gemm import (
 )
 from modelmill.ops.triton.moe.moe_decode import gate_constants
 from modelmill.ops.triton.moe.moe_decode_int4 import (
-    E2M1_LOOKUP,
-    E2M1_REGISTERS,
+    E2M1_LOOKUP_ASM,
+    E2M1_REGISTERS_ASM,
     ZERO_POINT,
     has_mxfp4_weights,
 )
@@ -50,12 +50,12 @@ from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0
 
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 # $0, $1: values of the low nibbles of four bytes, in pairs; $2, $3: of the high ones; $4: the bytes
-_E2M1_TO_BFLOAT16 = tl.constexpr(f"""{{
-    {E2M1_REGISTERS}
-    mov.b32 word, $4;{E2M1_LOOKUP}
+_E2M1_TO_BFLOAT16_ASM = tl.constexpr(f"""{{
+    {E2M1_REGISTERS_ASM}
+    mov.b32 word, $4;{E2M1_LOOKUP_ASM}
     prmt.b32 $0, lower, upper, 0x6240;
     prmt.b32 $2, lower, upper, 0x7351;
-    shr.u32 word, word, 16;{E2M1_LOOKUP}
+    shr.u32 word, word, 16;{E2M1_LOOKUP_ASM}
     prmt.b32 $1, lower, upper, 0x6240;
     prmt.b32 $3, lower, upper, 0x7351;
     }}""")
@@ -247,7 +247,7 @@ def _e2m1_weights(codes, scale_codes, element: tl.constexpr):
     scale = e8m0_values(scale_codes)
     if _ASSEMBLY:
         low, high = tl.inline_asm_elementwise(
-            _E2M1_TO_BFLOAT16, "=r,=r,=r,=r,r", [codes],
+            _E2M1_TO_BFLOAT16_ASM, "=r,=r,=r,=r,r", [codes],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
         return low * scale.to(element), high * scale.to(element)

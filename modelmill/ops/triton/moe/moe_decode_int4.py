@@ -43,7 +43,7 @@ PACK_BYTES = 16  # of 32 columns
 SMALL_DOWN_MAX_TOKENS, DECODE_CONFIG_MAX_TOKENS = 4, 16
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 # bytes 2 of the results are the nibbles, bytes 3 the exponent
-_LOW_NIBBLES_TO_BIASED_FLOAT32 = tl.constexpr("""{
+_LOW_NIBBLES_TO_BIASED_FLOAT32_ASM = tl.constexpr("""{
     .reg .b32 u;
     and.b32 u, $4, 0x0F0F0F0F;
     prmt.b32 $0, u, 0x43000000, 0x7044;
@@ -54,8 +54,8 @@ _LOW_NIBBLES_TO_BIASED_FLOAT32 = tl.constexpr("""{
 # The upper half of float32 is looked up, its two bytes apart: the three lower bits of a nibble
 # choose one of eight bytes. As an index with its sign bit a nibble replicates the sign of 0x80.
 # upper, lower: the bytes of the values of the four nibbles in the lower half of ``word``
-E2M1_REGISTERS = ".reg .b32 magnitude, upper, lower, sign, pair, word;"
-E2M1_LOOKUP = """
+E2M1_REGISTERS_ASM = ".reg .b32 magnitude, upper, lower, sign, pair, word;"
+E2M1_LOOKUP_ASM = """
     and.b32 magnitude, word, 0x77777777;
     prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
     prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
@@ -76,10 +76,10 @@ def _two_byte_lookup_asm(byte: int) -> str:
 
 
 # $0 … $3: values of the low nibbles of bytes 0 … 3; $4 … $7: of the high ones; $8: the word
-_E2M1_TO_FLOAT32 = tl.constexpr(f"""{{
-    {E2M1_REGISTERS}
-    mov.b32 word, $8;{E2M1_LOOKUP}{_two_byte_lookup_asm(0)}
-    shr.u32 word, word, 16;{E2M1_LOOKUP}{_two_byte_lookup_asm(2)}
+_E2M1_TO_FLOAT32_ASM = tl.constexpr(f"""{{
+    {E2M1_REGISTERS_ASM}
+    mov.b32 word, $8;{E2M1_LOOKUP_ASM}{_two_byte_lookup_asm(0)}
+    shr.u32 word, word, 16;{E2M1_LOOKUP_ASM}{_two_byte_lookup_asm(2)}
     }}""")
 # (rows, words, warps) of a program: of gate and of up each, and of down; of more than four tokens
 GATE_UP_LAUNCH_CONFIG: DecodeLaunchConfig = (16, 256, 4)
@@ -373,7 +373,7 @@ def _e2m1_to_float32(words):
     """The values of the low nibbles of each byte, then of the high ones: eight float32."""
     if _ASSEMBLY:
         return tl.inline_asm_elementwise(
-            _E2M1_TO_FLOAT32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [words],
+            _E2M1_TO_FLOAT32_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r", [words],
             dtype=(
                 tl.float32, tl.float32, tl.float32, tl.float32,
                 tl.float32, tl.float32, tl.float32, tl.float32,
@@ -394,7 +394,7 @@ def _low_nibbles_to_biased_float32(words):
     """128 + the code in the low nibble of each byte: four float32."""
     if _ASSEMBLY:
         return tl.inline_asm_elementwise(
-            _LOW_NIBBLES_TO_BIASED_FLOAT32, "=r,=r,=r,=r,r", [words],
+            _LOW_NIBBLES_TO_BIASED_FLOAT32_ASM, "=r,=r,=r,=r,r", [words],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
     else:  # noqa: RET505  Triton needs both branches
