@@ -131,6 +131,8 @@ class PythonToJsonConverter(StreamingJsonNormalizer):
         if text[place] == ":":
             return not brackets and (self._is_key or self._in_braces)
         if text[place] == "<":
+            if not brackets and place + 1 == len(text) and not self._ends:
+                return None
             return bool(brackets) or text.startswith(("</", "<|"), place)
         if not brackets:
             return False

@@ -26,8 +26,8 @@ CASES = [
 ]
 
 
-def parse(text: str, size: int) -> ParsedAnswer:
-    parser = make_answer_parser(load_chat_syntax("lfm2"), {"f": None})
+def parse(text: str, size: int, chat_format: str = "lfm2") -> ParsedAnswer:
+    parser = make_answer_parser(load_chat_syntax(chat_format), {"f": None})
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     return collect_answer([*(p for each in pieces for p in parser.push(each)), *parser.flush()])
 
@@ -53,3 +53,9 @@ def test_the_end_mark_ends_a_string_whose_end_is_not_clear(written: str, size: i
     assert answer.content == "so"
     assert answer.calls[0].arguments.startswith('{"a": "x')
     assert "tool_call_end" not in answer.calls[0].arguments
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+def test_a_mark_that_comes_in_pieces_ends_a_string_as_a_whole_one(size: int) -> None:
+    answer = parse('<function_calls>f(a="x"</function_calls>', size, "olmo3")
+    assert [json.loads(call.arguments) for call in answer.calls] == [{"a": "x"}]
