@@ -73,14 +73,20 @@ class AwqScheme:
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
         shape = checked_packed_matrix_shape(raw, stem, self.path, 4, packed_along_rows=True)
-        rows, columns, groups = shape
-        group = resolve_group_size(self.group_size, columns)
-        if -(-columns // group) != groups:
+        group = resolve_group_size(self.group_size, shape.columns)
+        if -(-shape.columns // group) != shape.groups:
             raise CorruptCheckpoint(
-                f"{self.path}: {stem} has {groups} groups for {columns} columns of {group}"
+                f"{self.path}: {stem} has {shape.groups} groups for {shape.columns} columns of "
+                f"{group}"
             )
         return QuantLayout(
-            self.label, 4, rows, columns, group, has_offset=True, scale_dtype=torch.float32
+            self.label,
+            4,
+            shape.rows,
+            shape.columns,
+            group,
+            has_offset=True,
+            scale_dtype=torch.float32,
         )
 
     def read_quantized_matrix(

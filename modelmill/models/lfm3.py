@@ -63,9 +63,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     width = conv_width(raw, "conv_L_cache", default=7)
     conv = ShortConvSpec(config.hidden, width, read_boolean(raw, "conv_bias", False))
     ropes = with_config_defaults(raw, {"rope_parameters": DEFAULT_ROPES})
-    length = config.max_len
-    whole, dim = _llama_common.FULL_ATTENTION, config.head_dim
-    full = _gemma4_config.layer_type_rope(ropes, whole, dim, length)
+    dim, length = config.head_dim, config.max_len
+    full = _gemma4_config.layer_type_rope(ropes, _llama_common.FULL_ATTENTION, dim, length)
     local = _gemma4_config.layer_type_rope(ropes, SLIDING_ATTENTION, dim, length)
     own = local if any(config.windows) else None
     return replace(config, rope=full, local_rope=own, recurrence=conv, recurrent_layers=recurrent)

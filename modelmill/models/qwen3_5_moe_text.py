@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
     GATED_ATTENTION_VALUES,
@@ -36,8 +36,8 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         positive_int(raw, key, default=512)
         for key in ("moe_intermediate_size", "shared_expert_intermediate_size")
     )
-    raw = with_config_defaults(
-        _delta_net_config.without_mrope_keys(raw), {}, overrides={"intermediate_size": inner}
+    raw = with_config_overrides(
+        _delta_net_config.without_mrope_keys(raw), {"intermediate_size": inner}
     )
     config = _delta_net_config.config_from_hf(raw, kv_heads=2)
     router = softmax_router_config(raw, experts=256, top_k=8, renormalize=True)

@@ -26,6 +26,8 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """Code of a prompt that is too long; agents shorten the conversation then."""
 MAX_MESSAGE_CHARS = 500
 """Longest message in characters."""
+PROMPT_FIELDS = ("input", "messages", "prompt", "tokens", "content")
+"""Fields that a message about the prompt, or the messages, is about."""
 _WORD = re.compile(r"[a-z_]+")
 
 
@@ -79,7 +81,11 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
     return ApiError(400, message, INVALID_REQUEST_ERROR, param, code)
 
 
-def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()) -> ApiError:
+def to_api_error(
+    error: BaseException,
+    field_names: frozenset[str] = frozenset(),
+    sent_fields: frozenset[str] = frozenset(),
+) -> ApiError:
     """Convert an exception to an error response.
 
     The text of unexpected exceptions is not sent: it may contain anything.
@@ -87,6 +93,7 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
     Args:
         error: to convert.
         field_names: of the request; the message may name one of them.
+        sent_fields: those that the request has.
     """
     if isinstance(error, ApiError):
         return error
@@ -110,7 +117,7 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
         return ApiError(503, text, SERVER_ERROR, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):
         field, line = (
-            _field_in_message(text, field_names),
+            _field_in_message(text, field_names, sent_fields),
             truncate_to_one_line(text, MAX_MESSAGE_CHARS),
         )
         if not isinstance(error, PromptTooLong):
@@ -123,14 +130,12 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
     return ApiError(500, "internal server error; see the server's log", SERVER_ERROR)
 
 
-def _field_in_message(text: str, field_names: frozenset[str]) -> str | None:
-    """The field that a message begins with."""
+def _field_in_message(
+    text: str, field_names: frozenset[str], sent_fields: frozenset[str]
+) -> str | None:
+    """The field that a message begins with, or of the prompt that it is about."""
     word = _WORD.match(text)
     if word is not None and word[0] in field_names:
         return word[0]
-    if text.startswith("the prompt's token ids") and "tokens" in field_names:
-        return "tokens"
-    prompt_field = next(
-        (name for name in ("input", "messages", "prompt") if name in field_names), None
-    )
+    prompt_field = next((name for name in PROMPT_FIELDS if name in sent_fields), None)
     return prompt_field if text.startswith(("the prompt", "the messages")) else None

@@ -184,7 +184,8 @@ class ReactAnswerParser(AnswerParser):
         """
         super().__init__(tools, output)
         self._lead = ""
-        self._mode = self._detect_begun_thought if thinking else self._detect_thought_start
+        self._thinks = thinking
+        self._mode = self._detect_thought_start
         if schema and tools:
             self._mode = self._detect_json_schema_content
         self._added_chars = 0  # characters at the head of the buffer that the model did not write
@@ -216,40 +217,27 @@ class ReactAnswerParser(AnswerParser):
         return True
 
     def _detect_thought_start(self) -> bool:
-        """Detect whether the answer begins with a thought."""
+        """Detect whether the answer begins with a thought, or with what follows an empty one."""
         text = self._buffer.lstrip()
-        if any(
-            label.startswith(text) for label in (THOUGHT_LABEL, ACTION_LABEL, FINAL_ANSWER_LABEL)
-        ):
+        after_thought = (ACTION_LABEL, FINAL_ANSWER_LABEL)
+        labels = after_thought if self._thinks else (THOUGHT_LABEL, *after_thought)
+        if any(label.startswith(text) for label in labels):
             return False
-        if text.startswith(THOUGHT_LABEL):
+        if text.startswith(after_thought):
+            self._lead = self._buffer[: len(self._buffer) - len(text)]
+            self._buffer = "\n" + text
+            self._mode = self._scan_thought
+            self._added_chars = 1
+        elif self._thinks:
+            self._mode = self._scan_thought
+        elif text.startswith(THOUGHT_LABEL):
             place = self._buffer.index(THOUGHT_LABEL) + len(THOUGHT_LABEL)
             self._lead = self._buffer[:place]
             self._buffer = self._buffer[place:]
             self._mode = self._scan_thought
-        elif text.startswith((ACTION_LABEL, FINAL_ANSWER_LABEL)):
-            self._enter_empty_thought(text)
         else:
             self._mode = self._scan_content
         return True
-
-    def _detect_begun_thought(self) -> bool:
-        """Detect whether the thought that the prompt has begun is empty."""
-        text = self._buffer.lstrip()
-        if any(label.startswith(text) for label in (ACTION_LABEL, FINAL_ANSWER_LABEL)):
-            return False
-        if text.startswith((ACTION_LABEL, FINAL_ANSWER_LABEL)):
-            self._enter_empty_thought(text)
-        else:
-            self._mode = self._scan_thought
-        return True
-
-    def _enter_empty_thought(self, text: str) -> None:
-        """Scan a text that begins with a label as one on a line of its own."""
-        self._lead = self._buffer[: len(self._buffer) - len(text)]
-        self._buffer = "\n" + text
-        self._mode = self._scan_thought
-        self._added_chars = 1
 
     def _scan_thought(self) -> bool:
         """Buffer all of it until it is known whether a call follows."""

@@ -184,6 +184,22 @@ def test_what_loads_a_model_takes_keep_alive(
     assert "keep_alive" in str(refused.json)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [10**7]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [HI[0] | {"content": "a " * 5000}]}, "messages"),
+        ("/v1/responses", {"input": "a " * 5000}, "input"),
+    ],
+)
+def test_an_error_about_the_prompt_names_the_field_that_was_sent(
+    running: ServiceThread, path: str, body: dict[str, Any], param: str
+) -> None:
+    reply = running.post(path, {"model": MODEL, **body})
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == param
+
+
 def test_biases_as_llama_cpp_writes_them(running: ServiceThread) -> None:
     first, second = complete(running, max_tokens=2, return_token_ids=True)["choices"][0][
         "token_ids"

@@ -137,6 +137,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
             ):  # fmt: skip
                 refused = await client.post("/v1/sessions/save", body)
                 assert refused.status == 400, (body, refused.body)
+            unknown = await client.post("/v1/sessions/save", {**SAVE, "tokens": [10**7]})
+            assert (unknown.status, unknown.json["error"]["param"]) == (400, "tokens")
             large = await client.post("/v1/sessions/save", SAVE)
             assert large.status == 400
             assert "--session-bytes leaves 1.95 KiB" in large.json["error"]["message"]

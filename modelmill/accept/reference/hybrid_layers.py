@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -19,9 +20,9 @@ class HybridLayersMixin(PlainDecoderReference):
 
     recurrent: Sequence[bool]
 
+    @abstractmethod
     def run_recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence, with its output projection."""
-        raise NotImplementedError
 
     def run_token_mixer(
         self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.causal_convolution import causal_convolution
+from modelmill.accept.reference.hybrid_layers import HybridLayersMixin
 from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -19,7 +20,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 MLP_MATRIX_PATHS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
-class Lfm2Reference(PerHeadQKNormMixin):
+class Lfm2Reference(HybridLayersMixin, PerHeadQKNormMixin):
     """Lfm2ForCausalLM."""
 
     FINAL_NORM = "model.embedding_norm"
@@ -37,7 +38,7 @@ class Lfm2Reference(PerHeadQKNormMixin):
         self.conv_bias = bool(config.get("conv_bias", False))
         types = config.get("layer_types")
         attention = config.get("full_attn_idxs")
-        self.convolves = [
+        self.recurrent = [
             types[layer] == "conv" if types else attention is not None and layer not in attention
             for layer in range(self.num_layers)
         ]
@@ -50,7 +51,7 @@ class Lfm2Reference(PerHeadQKNormMixin):
 
     def layer_weights(self, index: int) -> LayerWeights:
         """Read the weights of one layer in float32."""
-        if not self.convolves[index]:
+        if not self.recurrent[index]:
             return super().layer_weights(index)
         names = (name for name in self.norm_module_names() if name not in HEAD_NORMS)
         norms = {name: self.norm_weights(index, name) for name in names}
@@ -68,12 +69,8 @@ class Lfm2Reference(PerHeadQKNormMixin):
             "o_proj": self.read_linear(f"{stem}.out_proj", self.conv_bias),
         }
 
-    def run_token_mixer(
-        self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int
-    ) -> Tensor:
-        """Run a layer's attention or convolution."""
-        if not self.convolves[index]:
-            return super().run_token_mixer(index, r, normed, prompt_length)
+    def run_recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run a layer's convolution, with its output projection."""
         b, c, x = (r.linear(name, normed) for name in ("B", "C", "x"))
         mixed = self.apply_causal_convolution(r, r.record("conv_input", b * x, b, c, x))
         return r.linear("o_proj", r.record("conv_output", c * mixed, mixed, b, c, x))
