@@ -138,7 +138,7 @@ def test_the_fastest_peer_of_a_run_is_named() -> None:
     assert "| 15.0 segment-anything-fast | **1.50** | 1.50 | 1 |" in line, "of 16 bits as ours is"
 
 
-def test_a_run_beside_more_peers_replaces_those_beside_fewer() -> None:
+def test_of_runs_beside_different_peers_the_smallest_ratio_counts() -> None:
     eager = encoder_rows("2026-01-05", bfloat16=10.0, transformers=40.0)
     compiled = encoder_rows("2026-01-01", bfloat16=10.0, transformers_compiled=20.0)
     table = gpu_tables.fastest_peer_table
@@ -151,6 +151,11 @@ def test_a_run_beside_more_peers_replaces_those_beside_fewer() -> None:
     )
     line = line_of(table([*eager, *compiled, *more, *again]), "Segment Anything")
     assert "| 15.0 transformers-max-autotune or transformers | **1.50** | 1.40 | 2 |" in line
+    slower = encoder_rows(
+        "2026-01-04", bfloat16=10.0, transformers=40.0, transformers_reduce_overhead=19.0,
+        transformers_max_autotune=18.0,
+    )  # fmt: skip
+    assert line_of(table([*more, *again, *slower]), "Segment Anything") == line
 
 
 def test_embeddings_that_were_made_before_a_call_are_no_peer() -> None:

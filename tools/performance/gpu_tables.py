@@ -152,17 +152,19 @@ def _rows_of(rows: Iterable[Row], line: PeerLine) -> list[Row]:
 
 
 def _peer_runs(rows: Iterable[Row], line: PeerLine) -> list[PairedRun]:
-    """A line's runs, each with the fastest of its peers; of several sets of peers the best.
+    """A line's runs, each with the fastest of its peers; of several sets of peers the best one.
 
-    A run beside eager transformers alone gives way to one beside others, and a run beside few peers
-    to one beside more: what is fastest there is so among more of them.
+    Runs beside other sets compare with slower peers and are left out; so are those beside eager
+    transformers alone wherever there is another set.
     """
-    by_peers: dict[tuple[bool, int], list[PairedRun]] = {}
+    by_peers: dict[frozenset[str], list[PairedRun]] = {}
     for run in runs_with_peers(_rows_of(rows, line), line.subject, line.peers, line.rate is None):
-        names = {candidate.peer["subject"] for candidate in run}
+        names = frozenset(candidate.peer["subject"] for candidate in run)
         fastest = min(run, key=lambda candidate: candidate.ratio)
-        by_peers.setdefault((names != {EAGER}, len(names)), []).append(fastest)
-    return by_peers[max(by_peers)] if by_peers else []
+        by_peers.setdefault(names, []).append(fastest)
+    if len(by_peers) > 1:
+        by_peers.pop(frozenset({EAGER}), None)
+    return min(by_peers.values(), key=lambda runs: Summary(runs).ratio, default=[])
 
 
 def _names_of_peers(summary: Summary) -> str:
