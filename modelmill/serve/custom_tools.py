@@ -8,12 +8,14 @@ are escaped in the JSON that the model writes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from modelmill.core.errors import RequestError
+from modelmill.core.quoting import truncate_to_one_line
 from modelmill.core.types import Grammar
 from modelmill.text.answer_pieces import ParsedToolCall, ToolCallDelta, make_openai_tool_call
 from modelmill.text.grammar import check_grammar
@@ -30,15 +32,35 @@ def input_schema(pattern: str | None = None) -> dict[str, Any]:
     }
 
 
+def check_regex_syntax(regex: str) -> None:
+    """Check that a regular expression is one, in Python's notation or the grammar library's.
+
+    Raises:
+        RequestError: it is one of neither; the message has Python's reason.
+    """
+    try:
+        re.compile(regex)
+    except (re.error, OverflowError, RecursionError) as error:
+        try:
+            check_grammar(Grammar("regex", _without_anchors(regex)))
+        except RequestError:
+            raise RequestError(
+                f"tools: a regex of a format is malformed: {truncate_to_one_line(str(error), 200)}"
+            ) from None
+
+
+def _without_anchors(regex: str) -> str:
+    body = regex.removeprefix("^")
+    return body[:-1] if body.endswith("$") and not body.endswith("\\$") else body
+
+
 def enforceable_pattern(regex: str) -> str | None:
     """The pattern of a text that a regular expression matches as a whole.
 
     Returns:
         None if the grammar library cannot enforce it.
     """
-    body = regex.removeprefix("^")
-    if body.endswith("$") and not body.endswith("\\$"):
-        body = body[:-1]
+    body = _without_anchors(regex)
     pattern = f"^(?:{body})$"
     try:
         check_grammar(Grammar("regex", body))  # a group must not end before its end

@@ -6,7 +6,7 @@ They are parsed one by one, so that an error names its place and one invalid obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,7 +19,12 @@ M = TypeVar("M", bound=StrictModel)
 
 
 def parse_by_type_field(
-    raw: Any, path: str, models: Mapping[str, type[M]], noun: str, default: str | None = None
+    raw: Any,
+    path: str,
+    models: Mapping[str, type[M]],
+    noun: str,
+    default: str | None = None,
+    resolved_types: Sequence[str] = (),
 ) -> M:
     """Parse an object as the model of its type.
 
@@ -29,6 +34,7 @@ def parse_by_type_field(
         models: type → model.
         noun: what such objects are, in the plural.
         default: type of an object without one.
+        resolved_types: further types for the message, which were replaced before.
 
     Raises:
         RequestError: it is invalid; the message names the place.
@@ -40,7 +46,7 @@ def parse_by_type_field(
     if model is None:
         raise RequestError(
             f"{path}: {noun} of type {str(object_type)[:40]!r} are not supported; there are "
-            f"{', '.join(models)}"
+            f"{', '.join((*models, *resolved_types))}"
         )
     return parse_object(raw, path, model)
 

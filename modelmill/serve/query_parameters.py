@@ -30,10 +30,11 @@ async def check_query_parameters(request: Request) -> None:
     """
     route = request.scope["route"]
     assert isinstance(route, APIRoute), "a route of the app depends on this"
-    known = [field.alias for field in route.dependant.query_params]
+    known = {field.alias: field.field_info.description for field in route.dependant.query_params}
     for name in request.query_params:
         if name not in known and name not in IGNORED_QUERY_PARAMETERS:
-            takes = f"takes {', '.join(known)}" if known else "takes none"
+            shown = (each + (f" ({when})" if when else "") for each, when in known.items())
+            takes = f"takes {', '.join(shown)}" if known else "takes none"
             raise invalid_request(
                 f"{name[:60]}: unknown query parameter; this path {takes}", name[:60]
             )

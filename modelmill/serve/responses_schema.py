@@ -480,7 +480,12 @@ def items_to_messages(
     is_compacted = False
     for index, raw in enumerate(items):
         item = parse_by_type_field(
-            raw, f"input[{index}]", _ITEM_CLASSES_BY_TYPE, "items", default="message"
+            raw,
+            f"input[{index}]",
+            _ITEM_CLASSES_BY_TYPE,
+            "items",
+            default="message",
+            resolved_types=("item_reference",),
         )
         try:
             _append_item_as_message(messages, item, unpacker)

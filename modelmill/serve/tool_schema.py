@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.custom_tools import enforceable_pattern, input_schema
+from modelmill.serve.custom_tools import check_regex_syntax, enforceable_pattern, input_schema
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
 from modelmill.text.message_validation import check_json_data
 
@@ -67,10 +67,12 @@ class CustomFormat(StrictModel):
     grammar: ToolGrammar | None = None
 
     def check(self) -> None:
-        """Raise RequestError unless exactly the type grammar has a grammar."""
+        """Raise RequestError unless exactly the type grammar has a grammar; a regex must be one."""
         if (self.grammar is not None) != (self.type == "grammar"):
             needs = "needs" if self.grammar is None else "takes no"
             raise RequestError(f"tools: a format of type {self.type} {needs} grammar")
+        if self.grammar is not None and self.grammar.syntax == "regex":
+            check_regex_syntax(self.grammar.definition)
 
 
 class CustomDefinition(ToolDefinitionBase):

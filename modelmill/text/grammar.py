@@ -7,6 +7,7 @@ loop; it is not cached beyond its answer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from modelmill.core.quoting import truncate_to_one_line
 from modelmill.core.types import Grammar
 from modelmill.text.answer_grammar import build_answer_lark
 from modelmill.text.chat_format_registry import FALLBACK_CHAT_FORMAT
+from modelmill.text.endless_schemas import find_endless_reference
 from modelmill.text.lark_builder import LarkBuilder
 from modelmill.text.message_validation import check_json_data
 from modelmill.text.rust_errors import is_rust_panic
@@ -52,16 +54,51 @@ def check_grammar(grammar: Grammar) -> None:
     if inner_grammar_type(grammar) == "answer":
         return  # any text: only the thinking has a budget
     with _grammar_errors_as_request_errors(grammar):
-        problem = lib.LLMatcher.validate_grammar(
-            _to_llguidance(grammar, lib), limits=_parser_limits(lib)
+        matcher = lib.LLMatcher(
+            _byte_vocabulary(),
+            _to_llguidance(grammar, lib),
+            limits=_parser_limits(lib),
+            log_level=0,
         )
-    # warnings are about annotations without effect (format: …)
-    if problem and not problem.startswith("WARNING"):
-        if inner_grammar_type(grammar) == "calls":
-            _raise_for_invalid_function(grammar)
+    if matcher.is_error() and inner_grammar_type(grammar) == "calls":
+        _raise_for_invalid_function(grammar)
+    _compute_first_mask(matcher, grammar)
+    _refuse_endless_schema(grammar)
+
+
+def _compute_first_mask(matcher: Any, grammar: Grammar) -> None:
+    """Compute the first mask, which is slow, and detects a grammar without any text.
+
+    Raises:
+        RequestError: the grammar has an error, no text, or takes too much work.
+    """
+    if matcher.is_error():
         raise RequestError(
             f"the {_type_name(grammar)} cannot be used: "
-            f"{truncate_to_one_line(problem, MAX_MESSAGE_CHARS)}"
+            f"{truncate_to_one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
+        )
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise RequestError(
+            f"the {_type_name(grammar)} cannot be used: it has no text, or takes too much work"
+        )
+
+
+def _refuse_endless_schema(grammar: Grammar) -> None:
+    """Raise RequestError if a JSON schema, or a part of it, has no finite value."""
+    inner_type, text = grammar.grammar_type, grammar.text
+    if inner_type == "answer":
+        answer = json.loads(text)["answer"]
+        inner_type, text = answer["type"], answer["text"]
+    if inner_type == "calls":
+        schemas = [function["arguments"] for function in json.loads(text)["functions"]]
+        if any(find_endless_reference(schema) is not None for schema in schemas):
+            _raise_for_invalid_function(grammar)
+    elif inner_type == "json" and (ref := find_endless_reference(json.loads(text))) is not None:
+        raise RequestError(
+            f"the {_type_name(grammar)} cannot be used: "
+            f"{truncate_to_one_line(repr(ref), MAX_MESSAGE_CHARS)} requires itself, so that no "
+            f"value of it ends; leave it out of required, or allow null"
         )
 
 
@@ -69,7 +106,7 @@ def allowed_beginnings(grammar: Grammar, texts: Iterable[str]) -> list[str]:
     """Return the texts with which a text that a valid grammar allows may begin."""
     lib = _import_llguidance()
     matcher = lib.LLMatcher(
-        lib.LLTokenizer("byte"), _to_llguidance(grammar, lib), limits=_parser_limits(lib)
+        _byte_vocabulary(), _to_llguidance(grammar, lib), limits=_parser_limits(lib)
     )
     return [
         text for text in texts if matcher.validate_tokens(list(text.encode())) == len(text.encode())
@@ -141,17 +178,7 @@ class GuideFactory:
             matcher = self._lib.LLMatcher(
                 self._tokens, text, limits=_parser_limits(self._lib), log_level=0
             )
-        if matcher.is_error():
-            raise RequestError(
-                f"the {_type_name(grammar)} cannot be used: "
-                f"{truncate_to_one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
-            )
-        # computed here because the first mask is slow; it also detects a grammar without any text
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise RequestError(
-                f"the {_type_name(grammar)} cannot be used: it has no text, or takes too much work"
-            )
+        _compute_first_mask(matcher, grammar)
         own_ends = set(ends)
         if not own_ends.intersection(self._ends):
             raise RequestError("structured output needs an end of the answer; leave ignore_eos out")
@@ -365,6 +392,12 @@ def _parser_limits(lib: Any) -> Any:
         max_grammar_size=100_000,
         verbose_errors=False,
     )
+
+
+@functools.cache
+def _byte_vocabulary() -> Any:
+    """The vocabulary of single bytes, in which a grammar is checked without an engine's own."""
+    return _import_llguidance().LLTokenizer("byte")
 
 
 def _import_llguidance() -> Any:

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve.custom_tools import ToolCallDeltaFormatter, parse_custom_input
+from modelmill.serve.custom_tools import (
+    ToolCallDeltaFormatter,
+    check_regex_syntax,
+    parse_custom_input,
+)
 from modelmill.serve.message_cleaning import clean_messages
 from modelmill.serve.tool_schema import CustomTool
 from modelmill.text.answer_grammar import whole_answer_grammar
@@ -102,13 +106,27 @@ def test_a_regex_is_enforced_in_every_call_syntax(format_name: str) -> None:
         assert "[0-9]{3}" in whole.text
 
 
-@pytest.mark.parametrize("regex", ["a(?=b)", r"(a)\1", "(", "a)(b"])
+@pytest.mark.parametrize("regex", ["a(?=b)", r"(a)\1"])
 def test_a_regex_that_cannot_be_enforced_is_told(running: ServiceThread, regex: str) -> None:
     body = {**ASK, "tools": [tool_with_grammar("regex", regex)], "max_tokens": 1}
     answer = post(running, "/v1/chat/completions", body).json
     assert answer["warnings"] == [
         "tools: the grammar of run is part of its description, and not enforced"
     ]
+
+
+@pytest.mark.parametrize("regex", ["(", "a)(b", "[a", "*", "(" * 20_000])
+def test_a_malformed_regex_is_refused(running: ServiceThread, regex: str) -> None:
+    body = {**ASK, "tools": [tool_with_grammar("regex", regex)], "max_tokens": 1}
+    answer = running.post("/v1/chat/completions", {"model": "stories", **body})
+    assert answer.status == 400
+    assert answer.json["error"]["message"].startswith("tools: a regex of a format is malformed: ")
+    assert answer.json["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize("regex", [r"\p{Lu}{2}", "^[0-9]{3}$"])
+def test_a_regex_of_either_notation_is_taken(regex: str) -> None:
+    check_regex_syntax(regex)
 
 
 def test_deltas_of_functions_and_custom_tools() -> None:

@@ -63,7 +63,11 @@ def test_the_last_page_is_empty(running: ServiceThread, many: Client) -> None:
         ("?after_id=m01&before_id=m02", "after_id and before_id exclude each other"),
         ("?limit=0", "limit: must be at least 1"),
         ("?limit=x", "limit: "),
-        ("?offset=1", "offset: unknown query parameter; this path takes limit, after_id"),
+        (
+            "?offset=1",
+            "offset: unknown query parameter; this path takes limit (with the header "
+            "anthropic-version), after_id (with",
+        ),
     ],
 )
 def test_wrong_pages(running: ServiceThread, many: Client, query: str, message: str) -> None:
@@ -75,7 +79,9 @@ def test_wrong_pages(running: ServiceThread, many: Client, query: str, message: 
 def test_openais_list_has_no_pages(running: ServiceThread) -> None:
     error = running.get("/v1/models?limit=1").json["error"]
     assert error["param"] == "limit"
-    assert error["message"].startswith("limit: it is for requests with the header anthropic-ver")
+    assert error["message"].startswith(
+        "limit: models come in pages only with the header anthropic-"
+    )
 
 
 def test_a_stored_response_is_not_streamed_again(running: ServiceThread) -> None:

@@ -402,6 +402,7 @@ WRONG_INPUTS: list[tuple[Any, str]] = [
     (3, "input"),
     (["x"], "input"),
     ([{"type": "web_search_call"}], "items of type 'web_search_call' are not supported"),
+    ([{"type": "web_search_call"}], "compaction_summary, item_reference"),
     ([{"type": ["message"]}], "are not supported"),
     ([{"type": "item_reference", "id": "x"}], "input[0]: there is no item 'x'"),
     ([{"role": "tool", "content": "x"}], "input[0].role"),

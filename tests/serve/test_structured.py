@@ -208,6 +208,26 @@ def test_what_is_no_grammar_is_refused_soon(running: ServiceThread, ask: Any) ->
     assert running.post("/v1/chat/completions", {**body, **dict.fromkeys(ask)}).status == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        schema({"$ref": "#"}),
+        schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        {"structured_outputs": {"regex": r"[^\s\S]"}},
+        {"structured_outputs": {"grammar": "start: start"}},
+    ],
+    ids=range(4),
+)
+def test_what_no_text_fits_is_a_400_in_streams_too(
+    running: ServiceThread, ask: Any, stream: bool
+) -> None:
+    body = {"model": "stories", "messages": TALK, "max_tokens": 8, "stream": stream, **ask}
+    response = running.post("/v1/chat/completions", body)
+    assert response.status == 400
+    assert "cannot be used" in response.json["error"]["message"]
+
+
 def test_leaving_while_a_grammar_is_made(running: ServiceThread) -> None:
     """Closed before, while or after it: nothing is left."""
     import asyncio

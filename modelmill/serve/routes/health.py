@@ -27,6 +27,7 @@ from modelmill.text.tokenizer_loader import Tokenizer
 
 router = APIRouter()
 KNOWN_QUERY_ONLY = [Depends(check_query_parameters)]
+_OF_PAGES = f"with the header {ANTHROPIC_VERSION}"
 
 
 @router.get(
@@ -84,9 +85,9 @@ async def metrics(request: Request) -> Response:
 @router.get("/v1/models", dependencies=KNOWN_QUERY_ONLY)
 async def models(
     request: Request,
-    limit: Annotated[int | None, Query(ge=1, le=MAX_MODEL_PAGE)] = None,
-    after_id: str | None = None,
-    before_id: str | None = None,
+    limit: Annotated[int | None, Query(ge=1, le=MAX_MODEL_PAGE, description=_OF_PAGES)] = None,
+    after_id: Annotated[str | None, Query(description=_OF_PAGES)] = None,
+    before_id: Annotated[str | None, Query(description=_OF_PAGES)] = None,
 ) -> dict[str, Any]:
     """List the served engines as OpenAI models; with anthropic-version, as Anthropic's in pages."""
     service = get_service(request)
@@ -99,7 +100,7 @@ async def models(
     for name in ("limit", "after_id", "before_id"):
         if name in request.query_params:
             raise invalid_request(
-                f"{name}: it is for requests with the header {ANTHROPIC_VERSION}; leave it out",
+                f"{name}: models come in pages only {_OF_PAGES}; send it, or leave {name} out",
                 name,
             )
     return {
