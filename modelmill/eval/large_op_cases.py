@@ -15,15 +15,18 @@ import torch
 from modelmill.ops import (
     add_layer_norm,
     add_layer_norm_quant,
+    branches_add_rms_norm,
     causal_conv,
     gated_delta_rule,
     gated_rms_norm,
     gelu,
     gelu_quant,
     gelu_tanh,
+    head_projection,
     int4_linear,
     int8_group_linear,
     layer_norm,
+    relu2,
     rms_norm_quant,
     rope_cache,
     rptq_linear,
@@ -146,6 +149,13 @@ LARGE_CASE_MAKERS: dict[str, CaseMaker] = {
     "rope_cache": partial(rope_cases, 4096, 32, 128),
     "silu_mul": partial(silu_mul.cases_for_shapes, [(4096, 11008)]),
     "silu_mul_quant": partial(silu_mul_quant.cases_for_shapes, [(4096, 11008)]),
+    "head_projection": partial(
+        head_projection.cases_for_shapes, [(rows, 4096, 64) for rows in STEP_ROWS]
+    ),
+    "branches_add_rms_norm": partial(
+        branches_add_rms_norm.cases_for_shapes, [(rows, 4096, True, 1.0) for rows in STEP_ROWS]
+    ),
+    "relu2": partial(relu2.cases_for_shapes, [(4096, 18432)]),
     "gelu": partial(gelu.cases_for_shapes, [(16384, 5120)]),
     "gelu_tanh": partial(gelu_tanh.cases_for_shapes, [(16384, 4096)]),
     "gelu_quant": partial(gelu_quant.cases_for_shapes, [(16384, 5120)]),

@@ -5,7 +5,7 @@ Granite scales its branches; Falcon-H1 adds two that lie side by side (arXiv:250
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,15 @@ def branches_add_rms_norm(inputs: BranchesAddRMSNormInputs) -> tuple[torch.Tenso
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """A scaled branch, two branches, and both; odd widths."""
-    for rows, width, two, factor in ((1, 64, False, 0.22), (3, 100, True, 1.0), (5, 96, True, 1.5)):
+    shapes = [(1, 64, False, 0.22), (3, 100, True, 1.0), (5, 96, True, 1.5)]
+    yield from cases_for_shapes(shapes, device, dtype)
+
+
+def cases_for_shapes(
+    shapes: Iterable[tuple[int, int, bool, float]], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
+    """Cases of (rows, width, whether there are two branches, their factor)."""
+    for rows, width, two, factor in shapes:
         x, other, residual = (
             randn(rows, width, device=device, dtype=dtype, seed=seed, scale=scale)
             for seed, scale in ((rows, 1.0), (width, 1.0), (rows + width, 10.0))

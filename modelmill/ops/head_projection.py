@@ -7,7 +7,7 @@ they do, by float32's rounding: kernels sum differently for other numbers of row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -35,7 +35,14 @@ def head_projection(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """One token and several, an odd width."""
-    for rows, hidden, outputs in ((1, 96, 8), (5, 67, 9), (20, 64, 6)):
+    yield from cases_for_shapes([(1, 96, 8), (5, 67, 9), (20, 64, 6)], device, dtype)
+
+
+def cases_for_shapes(
+    shapes: Iterable[tuple[int, int, int]], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
+    """Cases of (rows, hidden size, outputs)."""
+    for rows, hidden, outputs in shapes:
         args = {
             "x": randn(rows, hidden, device=device, dtype=dtype, seed=rows),
             "weight": randn(

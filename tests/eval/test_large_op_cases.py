@@ -25,13 +25,15 @@ def of_op(op: str, *shapes: tuple[Any, ...], **options: Any) -> large_op_cases.C
 
 OF_ROWS = (
     "layer_norm", "add_layer_norm", "add_layer_norm_quant", "silu_mul", "silu_mul_quant", "gelu",
-    "gelu_tanh", "gelu_quant", "shared_expert_gate", "sigmoid_mul",
+    "gelu_tanh", "gelu_quant", "shared_expert_gate", "sigmoid_mul", "relu2",
 )  # fmt: skip
 SMALL: dict[str, large_op_cases.CaseMaker] = {
     **{op: of_op(op, (3, 40)) for op in OF_ROWS},
     "causal_conv": of_op("causal_conv", (LENGTHS, 16, 4)),
     "gated_delta_rule": of_op("gated_delta_rule", (LENGTHS, 1, 2, 8, 8), chunk=8),
     "gated_rms_norm": of_op("gated_rms_norm", (3, 40, 8, NORM_PER_HEAD)),
+    "head_projection": of_op("head_projection", (3, 40, 8)),
+    "branches_add_rms_norm": of_op("branches_add_rms_norm", (3, 40, True, 1.0)),
     "ssd_scan": of_op("ssd_scan", (LENGTHS, 1, 2, 8, 8), chunk=8),
     "quantize": partial(large_op_cases.quantize_cases, 3, 64),
     "rope_cos_sin": partial(large_op_cases.rope_angle_cases, 7, 16),
@@ -75,6 +77,8 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
         "gated_delta_rule": of_op("gated_delta_rule", ((99, 1), 1, 2, 64, 64), chunk=16),
         "gated_rms_norm": of_op("gated_rms_norm", (200, 2048, 128, NORM_PER_HEAD)),
         "ssd_scan": of_op("ssd_scan", ((99, 1), 1, 2, 64, 64), chunk=16),
+        "head_projection": of_op("head_projection", (200, 2048, 64)),
+        "branches_add_rms_norm": of_op("branches_add_rms_norm", (200, 2048, True, 1.0)),
         "quantize": partial(large_op_cases.quantize_cases, 200, 2048),
         "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 64),
         "rope_cos_sin": partial(large_op_cases.rope_angle_cases, 700, 16),
@@ -108,7 +112,7 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
             assert case.bytes_moved == pytest.approx(nbytes(*read, *tensors(out)), rel=0.02), (
                 case.name
             )
-            if op.endswith(("linear", "linear_swiglu")):
+            if op.endswith(("linear", "linear_swiglu", "projection")):
                 x = case.args.get("x", case.args.get("q"))
                 assert isinstance(x, torch.Tensor)
                 columns = out.shape[1] * (2 if op.endswith("_swiglu") else 1)
