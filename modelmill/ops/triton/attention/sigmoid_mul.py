@@ -42,20 +42,24 @@ def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         (x, gate, out),
         (x.numel(),),
         (),
-        (block, pdl["PDL"]),
+        (block, x.numel() % block == 0, pdl["PDL"]),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )
     return out
 
 
 @triton.jit(do_not_specialize=["count"])
-def _kernel(x_ptr, gate_ptr, out_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _kernel(
+    x_ptr, gate_ptr, out_ptr, count, BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr
+):
+    # a mask of a number that the compiler does not know would make each load one of 2 bytes
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(PDL)
-    x = tl.load(x_ptr + at, mask=at < count, other=0.0)
-    gate = tl.load(gate_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    inside = None if EVEN else at < count
+    x = tl.load(x_ptr + at, mask=inside)
+    gate = tl.load(gate_ptr + at, mask=inside).to(tl.float32)
     out = x.to(tl.float32) / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + at, out.to(x.dtype), mask=at < count)
+    tl.store(out_ptr + at, out.to(x.dtype), mask=inside)
 
 
 _launcher = CachedLauncher(_kernel)
