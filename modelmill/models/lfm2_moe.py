@@ -34,10 +34,7 @@ FLOAT32_TENSORS = SELECTION_BIAS_PATTERNS
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
-    """Sizes from config.json; what it does not name is as in Lfm2MoeConfig.
-
-    transformers adds 1e-6 to the sum by which a token's weights are divided, less than rounding.
-    """
+    """Sizes from config.json; what it does not name is as in Lfm2MoeConfig."""
     config = hybrid_config(raw, raw.get("layer_types"))
     router = replace(
         softmax_router_config(
@@ -48,6 +45,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
             keys=("num_experts",),
         ),
         scores=SIGMOID,
+        sum_eps=1e-6,
         scale=positive_float(raw, "routed_scaling_factor", default=1.0),
         selection_bias=read_boolean(raw, "use_expert_bias", True),
     )

@@ -43,6 +43,7 @@ class RouterConfig:
         logit_scale: Factor of the logits.
         expert_scale: Whether each expert has a learned factor of its weights (Gemma 4).
         jitter: SparseMixer's relative noise of the logits.
+        sum_eps: Added to the sum by which ``renormalize`` divides (LFM2-MoE).
     """
 
     experts: int
@@ -58,6 +59,7 @@ class RouterConfig:
     logit_scale: float = 1.0
     expert_scale: bool = False
     jitter: float = 0.0
+    sum_eps: float = 0.0
 
 
 class Router(nn.Module):
@@ -110,7 +112,7 @@ class TopKRouting(nn.Module):
         return FusedTopkInputs(
             logits, self.selection_bias, config.top_k, config.scores, config.renormalize,
             config.scale, config.groups, config.top_groups, config.group_scores, local_experts,
-            config.jitter,
+            config.jitter, config.sum_eps,
         )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class FusedTopkInputs(NamedTuple):
             DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), one in DeepSeek-V2.
         local_experts: the range of experts whose weights this rank has; None: all.
         jitter: the relative noise of SPARSE_MIXER's logits in training, from 0 up.
+        sum_eps: added to the sum by which ``renormalize`` divides.
     """
 
     logits: torch.Tensor
@@ -49,6 +50,7 @@ class FusedTopkInputs(NamedTuple):
     group_scores: int = 2
     local_experts: tuple[int, int] | None = None
     jitter: float = 0.0
+    sum_eps: float = 0.0
 
 
 DECLARATION = OpDeclaration(inputs=FusedTopkInputs)
@@ -68,7 +70,7 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         weights, ids = _select_top_experts(inputs)
     if inputs.renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + inputs.sum_eps)
     return map_to_local_experts(weights * inputs.scale, ids.int(), inputs.local_experts)
 
 
@@ -141,6 +143,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  l
         (3, 60, 6, {"groups": 6, "top_groups": 3, "group_scores": 1, "scale": 16.0}),
         (3, 60, 4, {"groups": 3, "top_groups": 1, "biased": True}),
         (2, 300, 6, {}),
+        (3, 20, 4, {"scores": SIGMOID, "sum_eps": 0.5}),
         (5, 12, 3, {"local_experts": (4, 9)}),
         (3, 16, 4, {"scores": SIGMOID, "groups": 4, "top_groups": 2, "local_experts": (0, 5)}),
         (9, 16, 2, {"scores": SPARSE_MIXER, "jitter": 0.3, "renormalize": False}),

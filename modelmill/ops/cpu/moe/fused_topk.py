@@ -63,7 +63,7 @@ def pack_topk_rules(inputs: FusedTopkInputs, experts: int) -> list[int]:
         0 if bias is None else build.DTYPE_CODES[bias.dtype],
         experts, inputs.top_k, SCORE_FUNCTIONS.index(inputs.scores), int(inputs.renormalize),
         inputs.groups, inputs.top_groups, inputs.group_scores, double_to_bits(inputs.scale),
-        double_to_bits(inputs.jitter),
+        double_to_bits(inputs.jitter), double_to_bits(inputs.sum_eps),
     ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ namespace mill {
 struct TopkRules {
     const void* bias;  // [E], added to the scores for the choice, or null
     int64_t bias_dtype, experts, top_k, scores, renormalize, groups, top_groups, group_scores;
-    double scale, jitter;
+    double scale, jitter, sum_eps;
 };
 
 enum Scores { kSoftmax = 0, kSigmoid = 1, kSparseMixer = 2 };
@@ -138,7 +138,8 @@ inline void choose_experts(float* weights, int32_t* ids, const float* logits, Sc
                          : scores[expert];
         total += weights[k];
     }
-    const float divisor = rules.renormalize ? total : 1.0f, scale = static_cast<float>(rules.scale);
+    const float divisor = rules.renormalize ? total + static_cast<float>(rules.sum_eps) : 1.0f,
+                scale = static_cast<float>(rules.scale);
     for (int64_t k = 0; k < rules.top_k; k++) weights[k] = weights[k] / divisor * scale;
 }
 

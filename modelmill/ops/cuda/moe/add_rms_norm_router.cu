@@ -6,7 +6,7 @@
 // Dtypes: x, residual, weights and router bfloat16 or float16; logits, scores and weights float32;
 //     ids int32
 // Layout: row-major
-// Range: M ≤ 4; K a multiple of 8 up to 4,096; E ≤ 128; no groups of experts
+// Range: M ≤ 4; K a multiple of 8 up to 4,096; E ≤ 128; no groups of experts, no sum_eps
 // Technique: thread-block cluster (DSMEM), GEMV with the router's rows in registers before
 //     griddepcontrol.wait, PDL
 // Ops: add_rms_norm_router

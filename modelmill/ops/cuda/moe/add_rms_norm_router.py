@@ -44,7 +44,12 @@ def supports(inputs: AddRMSNormRouterInputs) -> bool:
 
 
 def _supports_rules(rules: FusedTopkInputs) -> bool:
-    return rules.groups == 1 and rules.local_experts is None and rules.scores in (SOFTMAX, SIGMOID)
+    return (
+        rules.groups == 1
+        and rules.local_experts is None
+        and rules.scores in (SOFTMAX, SIGMOID)
+        and rules.sum_eps == 0
+    )
 
 
 def _supports_sizes(experts: int, hidden: int, top_k: int) -> bool:

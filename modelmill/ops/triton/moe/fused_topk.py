@@ -66,7 +66,7 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     _launcher(
         (tokens, 1, 1), (logits, logits if bias is None else bias, weights, ids),
-        (experts, float(inputs.scale)), (experts,), constants,
+        (experts, float(inputs.scale), float(inputs.sum_eps)), (experts,), constants,
         {"num_warps": 1, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return weights, ids
@@ -74,7 +74,7 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit
 def _kernel(
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, experts, scale,
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, experts, scale, sum_eps,
     TOP_K: tl.constexpr, SCORES: tl.constexpr, MASK_THRESHOLD: tl.constexpr,
     RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
     FIRST: tl.constexpr, END: tl.constexpr, NONE: tl.constexpr,
@@ -115,7 +115,7 @@ def _kernel(
     if SCORES == _SPARSE_MIXER:
         weight = _sparse_mixer_weights(logit, rank, inside, TOP_K, MASK_THRESHOLD)
     if RENORMALIZE:
-        weight = weight / tl.sum(tl.where(chosen, weight, 0.0), axis=0)
+        weight = weight / (tl.sum(tl.where(chosen, weight, 0.0), axis=0) + sum_eps)
     place = token * TOP_K + rank
     if END > 0:  # other ranks have the other experts
         local = (expert >= FIRST) & (expert < END)
