@@ -91,7 +91,8 @@ changes the computation and is not listed in the family's file.
 
 Computed unlike transformers 5.24, as the models were trained: Nemotron-H bounds no step Δ, where
 transformers bounds those of prompts from below by `time_step_min` (huggingface/transformers#48989),
-and MPT takes `alibi_bias_max` from the config, where transformers takes 8.
+MPT takes `alibi_bias_max` from the config, where transformers takes 8, and Phi-3.5-MoE uses
+LongRoPE's `long_factor` behind the trained length, where transformers stays with `short_factor`.
 """
 
 

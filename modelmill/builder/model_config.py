@@ -243,9 +243,10 @@ def check_unread_keys(
         CheckpointError: for a key that requires an unsupported computation.
     """
     options = read_family_options(family)
+    rules = router_rule_values(model_config)
     neutral = {
         **SUPPORTED_VALUES,
-        **router_rule_values(model_config),
+        **{key: rules[key] for key in rules if key not in options.UNUSED_CONFIG_KEYS},
         **options.SUPPORTED_VALUES,
     }
     harmless = (

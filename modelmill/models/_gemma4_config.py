@@ -238,6 +238,7 @@ def layer_type_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: i
             f"config.json: rope_parameters.{layer_type}: rope_type={quote(rope_type, 60)} is not "
             f"supported (supported: {', '.join((PROPORTIONAL_ROPE_TYPE, *OTHER_ROPE_TYPES))})"
         )
+    _llama_common.require_layer_rope_thetas(every)
     _llama_common.check_layer_rope_scaling(raw, layer_type, own)
     alone = {"rope_parameters": own, "rope_scaling": None, "rope_theta": None}
     return rope_spec(with_config_overrides(raw, alone), head_dim, positions)

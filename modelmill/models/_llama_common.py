@@ -274,6 +274,22 @@ def _refuse_rope_scaling_type_key(scaling: Mapping[str, Any]) -> None:
         )
 
 
+def require_layer_rope_thetas(parameters: Any) -> None:
+    """Refuse rotations by layer type of which one has no base.
+
+    transformers takes the base beside ``rope_parameters`` in some files, and fails on others.
+
+    Args:
+        parameters: ``rope_parameters``, which may have an object for each layer type.
+
+    Raises:
+        CheckpointError: for an object without ``rope_theta``.
+    """
+    for layer_type, own in parameters.items() if isinstance(parameters, Mapping) else ():
+        if isinstance(own, Mapping) and own.get("rope_theta") is None:
+            raise CheckpointError(f"config.json: rope_parameters.{layer_type} needs a rope_theta")
+
+
 def check_layer_rope_scaling(raw: RawConfig, layer_type: str, scaling: Mapping[str, Any]) -> None:
     """Refuse a scaling of layers of one type whose meaning is not clear.
 

@@ -62,7 +62,10 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )  # fmt: skip
     width = conv_width(raw, "conv_L_cache", default=7)
     conv = ShortConvSpec(config.hidden, width, read_boolean(raw, "conv_bias", False))
-    ropes = with_config_defaults(raw, {"rope_parameters": DEFAULT_ROPES})
+    given = raw.get("rope_parameters")
+    ropes = with_config_defaults(
+        raw, {}, overrides={"rope_parameters": DEFAULT_ROPES if given is None else given}
+    )
     dim, length = config.head_dim, config.max_len
     full = _gemma4_config.layer_type_rope(ropes, _llama_common.FULL_ATTENTION, dim, length)
     local = _gemma4_config.layer_type_rope(ropes, SLIDING_ATTENTION, dim, length)

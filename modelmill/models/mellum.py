@@ -33,6 +33,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     require_supported_value(
         raw, "rope_scaling", (None,), None
     )  # rope_parameters has one for each layer type
+    _llama_common.require_layer_rope_thetas(raw.get("rope_parameters"))
     raw = with_config_defaults(
         raw, CONFIG_DEFAULTS, overrides={"rope_theta": None, "rope_scaling": None}
     )

@@ -224,11 +224,18 @@ class Decoder(CausalLM):
     @property
     def rope_length_source(self) -> str:
         """Which length decides a token's rope frequency id: fixed, prompt or running."""
-        return "fixed" if self.rotary is None else self.rotary.rule
+        rotary = self._length_dependent_rotary()
+        return "fixed" if rotary is None else rotary.rule
 
     def rope_frequency_id(self, length: int) -> int:
         """The rope frequency id for a deciding length."""
-        return 0 if self.rotary is None else self.rotary.frequency_id_for_length(length)
+        rotary = self._length_dependent_rotary()
+        return 0 if rotary is None else rotary.frequency_id_for_length(length)
+
+    def _length_dependent_rotary(self) -> Rotary | None:
+        """The rotation that changes with the length, that of full attention before the other's."""
+        both = (self.rotary, self.local_rotary)
+        return next((each for each in both if each is not None and each.rule != "fixed"), None)
 
     def compute_rope_cos_sin(self, step: Step) -> RopeCosSin:
         """The step's rotation, and that of layers with a window where it is another one."""

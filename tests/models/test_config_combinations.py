@@ -104,6 +104,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {FULL: EXACT_YARN | {"rope_theta": 500.0}, SLIDING: PLAIN}},
         "rope_parameters.full_attention.truncate=False",
     ),
+    **{
+        f"no base of a layer type's rotation, {name}": (
+            name,
+            {"rope_parameters": {FULL: PLAIN, SLIDING: {"rope_type": "default"}}},
+            "rope_parameters.sliding_attention needs a rope_theta",
+        )
+        for name in ("lfm3", "mellum", "gemma4_text")
+    },
     "two counts of experts, ERNIE 4.5": (
         "ernie4_5_moe", {"moe_num_experts": 6, "num_experts": 4}, "num_experts=4",
     ),
@@ -167,7 +175,7 @@ def test_a_pattern_of_windows_that_the_class_does_not_have_has_no_effect(model_t
     assert any("sliding_window_pattern" in line for line in config_warnings(raw))
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "cwm", "apertus"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "cwm", "apertus", "lfm3"])
 def test_a_null_rotation_is_that_of_the_class(model_type: str) -> None:
     family = import_module_if_exists("modelmill.models", model_type)
     assert family is not None
@@ -209,6 +217,15 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "latent attention by length": (
         "deepseek_v3",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16},
+    ),
+    "windows by length, full attention by a factor": (
+        "olmo3",
+        {"rope_parameters": {FULL: PLAIN | {"rope_type": "linear", "factor": 4.0},
+                             SLIDING: PLAIN | {"rope_type": "dynamic", "factor": 4.0}},
+         "max_position_embeddings": 16},
+    ),
+    "groups of experts that the method does not read": (
+        "deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2},
     ),
     "GPT-NeoX by other families' names": (
         "gpt_neox", {"rope_theta": 300.0, "partial_rotary_factor": 0.5, "rotary_pct": 1.0},
