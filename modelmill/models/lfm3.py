@@ -62,13 +62,13 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )  # fmt: skip
     width = conv_width(raw, "conv_L_cache", default=7)
     conv = ShortConvSpec(config.hidden, width, read_boolean(raw, "conv_bias", False))
-    given = raw.get("rope_parameters")
-    ropes = with_config_defaults(
-        raw, {}, overrides={"rope_parameters": DEFAULT_ROPES if given is None else given}
+    ropes = raw.get("rope_parameters")
+    ropes_view = with_config_defaults(
+        raw, {}, overrides={"rope_parameters": DEFAULT_ROPES if ropes is None else ropes}
     )
     dim, length = config.head_dim, config.max_len
-    full = _gemma4_config.layer_type_rope(ropes, _llama_common.FULL_ATTENTION, dim, length)
-    local = _gemma4_config.layer_type_rope(ropes, SLIDING_ATTENTION, dim, length)
+    full = _gemma4_config.layer_type_rope(ropes_view, _llama_common.FULL_ATTENTION, dim, length)
+    local = _gemma4_config.layer_type_rope(ropes_view, SLIDING_ATTENTION, dim, length)
     own = local if any(config.windows) else None
     return replace(config, rope=full, local_rope=own, recurrence=conv, recurrent_layers=recurrent)
 
