@@ -86,7 +86,10 @@ class CompatibilityFields(StrictModel):
     mirostat_tau: Number | None = ignored_field("has no meaning with mirostat 0")
     mirostat_eta: Number | None = ignored_field("as mirostat_tau")
 
+    backend_sampling: bool | None = ignored_field("one sampler serves every device")
+
     typical_p: Annotated[Number | None, only_off_values(1)] = off_only_field("1")
+    typ_p: Annotated[Number | None, only_off_values(1)] = off_only_field("1; as typical_p")
     tfs_z: Annotated[Number | None, only_off_values(1)] = off_only_field("1")
     top_n_sigma: Annotated[Number | None, only_off_values(-1)] = off_only_field("-1")
     mirostat: Annotated[int | None, only_off_values(0)] = off_only_field("0")

@@ -256,7 +256,11 @@ class SchemaRelaxer:
             out |= {"properties": dict.fromkeys(listed, value), "additionalProperties": False}
         elif open_object and isinstance(pattern, str) and not _UNSUPPORTED_PATTERN.search(pattern):
             out |= {"patternProperties": {pattern: value}, "additionalProperties": False}
-        elif names or original is False:
+        elif (
+            names.keys() - _HARMLESS_PROPERTY_NAMES_KEYS
+            or names.get("type", "string") != "string"
+            or original is False
+        ):
             self._record_reason(place, "propertyNames is not enforced")
             return
         ignored = (

@@ -90,6 +90,16 @@ CASES: list[tuple[Any, Any, list[str]]] = [
         ["maxLength of propertyNames is not enforced"],
     ),
     (
+        {"type": "object", "propertyNames": {"type": "integer"}},
+        {"type": "object"},
+        ["propertyNames is not enforced"],
+    ),
+    (
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": INTEGER},
+        {"type": "object", "additionalProperties": INTEGER},
+        [],
+    ),
+    (
         {"type": "object", "propertyNames": False},
         {"type": "object"},
         ["propertyNames is not enforced"],

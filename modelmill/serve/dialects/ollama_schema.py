@@ -12,6 +12,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.compatibility_fields import off_only_field, only_off_values
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_options import OllamaOptions
 from modelmill.serve.discriminated_unions import make_converted_request, parse_object
@@ -262,6 +263,10 @@ class OllamaShowRequest(StrictModel):
     model: str | None = Field(None, max_length=1024)
     name: str | None = Field(None, max_length=1024)
     verbose: bool | None = None
+    # Ollama's Go client sends these in every request
+    system: Annotated[str | None, only_off_values("")] = off_only_field("an empty text")
+    template: Annotated[str | None, only_off_values("")] = off_only_field("an empty text")
+    options: Annotated[JsonObject | None, only_off_values({})] = off_only_field("an empty object")
 
 
 def to_chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

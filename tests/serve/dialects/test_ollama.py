@@ -147,6 +147,10 @@ def test_the_lists_of_models(running: ServiceThread) -> None:
     running_models = running.get("/api/ps").json["models"]
     assert running_models[0]["context_length"] == 512
     shown = running.post("/api/show", {"model": "stories"}).json
+    go_client = {"system": "", "template": "", "verbose": False, "options": None, "name": ""}
+    assert running.post("/api/show", {"model": "stories", **go_client}).json == shown
+    refused = running.post("/api/show", {"model": "stories", "system": "x"})
+    assert (refused.status, refused.json["error"][:7]) == (400, "system:")
     assert shown["model_info"]["llama.context_length"] == 512
     assert shown["capabilities"] == ["completion", "tools", "embedding"]
     assert "message" in shown["template"]
