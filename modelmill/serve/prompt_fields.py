@@ -41,7 +41,9 @@ def list_prompts(
 
 def check_prompt_list(prompts: Sequence[Sequence[Any]], name: str, noun: str, limit: int) -> None:
     """Raise RequestError if a prompt is empty, or there are too many; see ``list_prompts``."""
-    if not prompts or any(len(each) == 0 for each in prompts):
-        raise RequestError(f"{name} is empty; give at least one token")
+    empty = next((index for index, each in enumerate(prompts) if len(each) == 0), None)
+    if not prompts or empty is not None:
+        item = f"{name}[{empty}]" if len(prompts) > 1 else name
+        raise RequestError(f"{item} is empty; give at least one token")
     if len(prompts) > limit:
         raise RequestError(f"{name} has {len(prompts)} {noun}; the limit is {limit}")

@@ -170,6 +170,7 @@ def test_texts_to_compare_are_cut_too(
 
 WRONG: list[tuple[Any, str]] = [
     ({"input": ""}, "input is empty"),
+    ({"input": ["a", ""]}, "input[1] is empty"),
     ({"input": []}, "input is empty"),
     ({"input": [""]}, "input is empty"),
     ({"input": [[]]}, "input is empty"),

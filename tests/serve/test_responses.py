@@ -437,6 +437,11 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ({"input": "x", "tools": [WEATHER, WEATHER]}, "two functions of the same name", "tools"),
     ({"input": "x", "tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
     (
+        {"input": "x", "tool_choice": "required", "tools": [{"type": "web_search"}]},
+        "tool_choice needs a tool that may be called; tools[0]: web_search is left out",
+        "tool_choice",
+    ),
+    (
         {"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "b"}},
         "names a",
         "tool_choice",
