@@ -245,7 +245,7 @@ def test_prompts_of_completion_as_llama_cpp_takes_them(running: ServiceThread) -
     ("prompt", "message"),
     [
         ([], "prompt is empty"),
-        (["a", ""], "prompt is empty"),
+        (["a", ""], "prompt[1] is empty"),
         ([1, [2]], "prompt has token ids beside lists"),
         (["a"] * 1025, "prompt has 1025 prompts; the limit is 1024"),
         ([True], "prompt: must be a string, token ids, both in one list, or a list of such"),
