@@ -216,13 +216,27 @@ def check_full_attention_heads(
         )
 
 
-def layer_type_rope(raw: RawConfig, layer_type: str, head_dim: int, positions: int) -> RopeSpec:
+def layer_type_rope(
+    raw: RawConfig,
+    layer_type: str,
+    head_dim: int,
+    positions: int,
+    *,
+    default: Mapping[str, Any] = DEFAULT_ROPE_PARAMETERS,
+) -> RopeSpec:
     """The rotation of the layers of one type.
+
+    Args:
+        raw: The config.
+        layer_type: Whose rotation.
+        head_dim: Channels of a head.
+        positions: The longest sequence.
+        default: ``rope_parameters`` of a config that has none.
 
     Raises:
         CheckpointError: for one that is not known or not computed.
     """
-    every = config_object("rope_parameters", raw.get("rope_parameters")) or DEFAULT_ROPE_PARAMETERS
+    every = config_object("rope_parameters", raw.get("rope_parameters")) or default
     unknown = sorted(every.keys() - {FULL_ATTENTION, SLIDING_ATTENTION})
     own = every.get(layer_type)
     if unknown or not isinstance(own, Mapping):

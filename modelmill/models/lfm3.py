@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
+from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _gemma4_config, _hybrid_config, _llama_common
 from modelmill.models._hf_config import (
     attention_bias_fields,
@@ -54,7 +54,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     plain = dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
     eps = non_negative_float(raw, "norm_eps", "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
-        with_config_defaults(raw, {}, overrides={**plain, "rms_norm_eps": eps}), CONFIG_DEFAULTS,
+        with_config_overrides(raw, {**plain, "rms_norm_eps": eps}), CONFIG_DEFAULTS,
         qk_norm=True, output_gate=read_boolean(raw, "use_attention_gate", True), head_gates=True,
         gate_bias=False, **attention_bias_fields(raw),
         layer=SandwichLayer if read_boolean(raw, "use_sandwich_norm", True) else PreNormLayer,
@@ -62,13 +62,12 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )  # fmt: skip
     width = conv_width(raw, "conv_L_cache", default=7)
     conv = ShortConvSpec(config.hidden, width, read_boolean(raw, "conv_bias", False))
-    ropes = raw.get("rope_parameters")
-    ropes_view = with_config_defaults(
-        raw, {}, overrides={"rope_parameters": DEFAULT_ROPES if ropes is None else ropes}
+    full, local = (
+        _gemma4_config.layer_type_rope(
+            raw, each, config.head_dim, config.max_len, default=DEFAULT_ROPES
+        )
+        for each in (_llama_common.FULL_ATTENTION, SLIDING_ATTENTION)
     )
-    dim, length = config.head_dim, config.max_len
-    full = _gemma4_config.layer_type_rope(ropes_view, _llama_common.FULL_ATTENTION, dim, length)
-    local = _gemma4_config.layer_type_rope(ropes_view, SLIDING_ATTENTION, dim, length)
     own = local if any(config.windows) else None
     return replace(config, rope=full, local_rope=own, recurrence=conv, recurrent_layers=recurrent)
 

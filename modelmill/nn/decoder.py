@@ -210,6 +210,11 @@ class Decoder(CausalLM):
         self.embed = _make_embedding(config)
         self.rotary = None if config.rope is None else Rotary(config.rope)
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
+        self._windows_decide_rope = (
+            self.local_rotary is not None
+            and self.rotary is not None
+            and self.rotary.rule == "fixed"
+        )
         self.layers = nn.ModuleList(_make_layers(config))
         self.kv, self.state = kv_shape(self.layers), state_shape(self.layers)
         self.norm = config.norm_config.build_module(reduces=not config.layer.returns_whole_branch)
@@ -224,18 +229,18 @@ class Decoder(CausalLM):
     @property
     def rope_length_source(self) -> str:
         """Which length decides a token's rope frequency id: fixed, prompt or running."""
-        rotary = self._length_dependent_rotary()
+        rotary = self._length_dependent_rotary
         return "fixed" if rotary is None else rotary.rule
 
     def rope_frequency_id(self, length: int) -> int:
         """The rope frequency id for a deciding length."""
-        rotary = self._length_dependent_rotary()
+        rotary = self._length_dependent_rotary
         return 0 if rotary is None else rotary.frequency_id_for_length(length)
 
+    @property
     def _length_dependent_rotary(self) -> Rotary | None:
-        """The rotation that changes with the length, that of full attention before the other's."""
-        both = (self.rotary, self.local_rotary)
-        return next((each for each in both if each is not None and each.rule != "fixed"), None)
+        """The rotation that may change with the length: full attention's before the windows'."""
+        return self.local_rotary if self._windows_decide_rope else self.rotary
 
     def compute_rope_cos_sin(self, step: Step) -> RopeCosSin:
         """The step's rotation, and that of layers with a window where it is another one."""

@@ -431,9 +431,10 @@ class ResponsesRequest(SamplingFields):
         ToolChoiceMode | NamedToolChoice | CustomToolChoice | None,
     ]:
         tools, choice = to_chat_tools(self.tools or ()), self.tool_choice
-        left_out = tool_warnings(self.tools or ())
-        if left_out and not tools and choice not in (None, "none", "auto"):
-            raise RequestError(f"tool_choice needs a tool that may be called; {left_out[0]}")
+        if not tools and choice not in (None, "none", "auto"):
+            left_out = tool_warnings(self.tools or ())
+            if left_out:
+                raise RequestError(f"tool_choice needs a tool that may be called; {left_out[0]}")
         if isinstance(choice, AllowedToolsChoice):
             names = choice.offered_names
             if names - {tool.name for tool in tools}:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
+
+from modelmill.text.parameter_types import resolve_pointer
 
 Schema = Mapping[str, Any]
 
@@ -70,7 +71,7 @@ def _required_alternatives(schema: Schema, root: Any) -> Iterator[list[Schema]]:
     """Yield groups of schemas; a value is finite if one of each group is."""
     groups: list[Any] = []
     if isinstance(schema.get("$ref"), str):
-        groups.append([_resolve_ref(schema["$ref"], root)])
+        groups.append([resolve_pointer(schema["$ref"] or "#", root)])
     for key in ("anyOf", "oneOf"):
         groups.append(schema.get(key))
     groups += [[each] for each in _as_list(schema.get("allOf"))]
@@ -99,19 +100,3 @@ def _optional_parts(schema: Schema) -> list[Any]:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _resolve_ref(ref: str, root: Any) -> Any:
-    """Return what a JSON pointer of the same document points to; None for another reference."""
-    if ref in ("#", ""):
-        return root
-    if not ref.startswith("#/"):
-        return None
-    target = root
-    for part in unquote(ref[2:]).split("/"):
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list):
-            target = target[int(key)] if key.isdecimal() and int(key) < len(target) else None
-        else:
-            target = target.get(key) if isinstance(target, Mapping) else None
-    return target

@@ -86,15 +86,15 @@ def _compute_first_mask(matcher: Any, grammar: Grammar) -> None:
 
 def _refuse_endless_schema(grammar: Grammar) -> None:
     """Raise RequestError if a JSON schema, or a part of it, has no finite value."""
-    inner_type, text = grammar.grammar_type, grammar.text
-    if inner_type == "answer":
-        answer = json.loads(text)["answer"]
-        inner_type, text = answer["type"], answer["text"]
-    if inner_type == "calls":
-        schemas = [function["arguments"] for function in json.loads(text)["functions"]]
+    inner = _inner_grammar(grammar)
+    if inner is None or inner.grammar_type not in ("json", "calls"):
+        return
+    value = json.loads(inner.text)
+    if inner.grammar_type == "calls":
+        schemas = [function["arguments"] for function in value["functions"]]
         if any(find_endless_reference(schema) is not None for schema in schemas):
             _raise_for_invalid_function(grammar)
-    elif inner_type == "json" and (ref := find_endless_reference(json.loads(text))) is not None:
+    elif (ref := find_endless_reference(value)) is not None:
         raise RequestError(
             f"the {_type_name(grammar)} cannot be used: "
             f"{truncate_to_one_line(repr(ref), MAX_MESSAGE_CHARS)} requires itself, so that no "
@@ -115,10 +115,9 @@ def allowed_beginnings(grammar: Grammar, texts: Iterable[str]) -> list[str]:
 
 def _raise_for_invalid_function(grammar: Grammar) -> None:
     """Raise RequestError with the name of the first function whose parameters are invalid."""
-    text = grammar.text
-    if grammar.grammar_type == "answer":
-        text = json.loads(text)["answer"]["text"]
-    for function in json.loads(text)["functions"]:
+    inner = _inner_grammar(grammar)
+    assert inner is not None, "calls have a grammar"
+    for function in json.loads(inner.text)["functions"]:
         try:
             check_grammar(Grammar("json", json.dumps(function["arguments"])))
         except RequestError as error:
@@ -295,10 +294,16 @@ def _type_name(grammar: Grammar) -> str:
 
 def inner_grammar_type(grammar: Grammar) -> str:
     """Return the type of a grammar, or of the answer in it."""
+    inner = _inner_grammar(grammar)
+    return "answer" if inner is None else inner.grammar_type
+
+
+def _inner_grammar(grammar: Grammar) -> Grammar | None:
+    """A grammar, or that of the answer in it; None if the answer has none."""
     if grammar.grammar_type != "answer":
-        return grammar.grammar_type
+        return grammar
     answer = json.loads(grammar.text)["answer"]
-    return "answer" if answer is None else str(answer["type"])
+    return None if answer is None else Grammar(answer["type"], answer["text"])
 
 
 def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None = None) -> str:

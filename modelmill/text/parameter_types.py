@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from modelmill.text.json_normalizer import NON_FINITE_WORDS, normalize_json, split_json_object
 
@@ -114,11 +115,14 @@ def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     target: Any = root
-    for step in filter(None, reference[1:].split("/")):
+    for step in filter(None, unquote(reference[1:]).split("/")):
         name = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(target, Mapping) or name not in target:
+        if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
+        elif isinstance(target, Mapping) and name in target:
+            target = target[name]
+        else:
             return None
-        target = target[name]
     return target
 
 

@@ -138,8 +138,8 @@ inline void choose_experts(float* weights, int32_t* ids, const float* logits, Sc
                          : scores[expert];
         total += weights[k];
     }
-    const float divisor = rules.renormalize ? total + static_cast<float>(rules.sum_eps) : 1.0f,
-                scale = static_cast<float>(rules.scale);
+    const float divisor = rules.renormalize ? total + static_cast<float>(rules.sum_eps) : 1.0f;
+    const float scale = static_cast<float>(rules.scale);
     for (int64_t k = 0; k < rules.top_k; k++) weights[k] = weights[k] / divisor * scale;
 }
 

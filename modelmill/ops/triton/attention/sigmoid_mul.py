@@ -52,9 +52,9 @@ def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 def _kernel(
     x_ptr, gate_ptr, out_ptr, count, BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr
 ):
-    # a mask of a number that the compiler does not know would make each load one of 2 bytes
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait(PDL)
+    # a mask of a number that the compiler does not know would make each load one of 2 bytes
     inside = None if EVEN else at < count
     x = tl.load(x_ptr + at, mask=inside)
     gate = tl.load(gate_ptr + at, mask=inside).to(tl.float32)
