@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from modelmill.accept.attention_inputs import attend_to_engine_inputs, gather_slots
 from modelmill.accept.error_metrics import compare_tensors, incomparable_metrics
 from modelmill.accept.extreme_inputs import ExtremeInputRunner
 from modelmill.accept.quantized_reference import language_model_weight_formats
-from modelmill.accept.reference import LayerTrace, NonLayerTrace, ReferenceModel
+from modelmill.accept.reference import LayerTrace, ModuleIO, NonLayerTrace, ReferenceModel
 from modelmill.accept.reference_trace import (
     ReferenceSequence,
     ReferenceTrace,
@@ -102,6 +103,7 @@ class ModuleCheck:
         self._extreme_inputs: ExtremeInputRunner | None = None
         self.routings: dict[int, list[torch.Tensor]] = {}
         self._router_logits: dict[int, torch.Tensor] = {}
+        self._attention_of_engine_inputs: dict[str, torch.Tensor] = {}
         self.static_ranges = OutOfRangeRowCounter(engine_core.model_runner.model)
 
     def check_modules(self, on_layer: Callable[[int], None] = lambda _: None) -> torch.Tensor:
@@ -311,10 +313,12 @@ class ModuleCheck:
         for value, arg, right in zip(module.reads, args, expected, strict=False):
             if right is not None and right.numel() == arg.numel():
                 writer = self.specs[layer].writer_by_value[value]
+                writer_name = f"layers.{layer}.{writer.path}"
+                right = self._attention_of_engine_inputs.get(writer_name, right)
                 self._compare_and_record(
                     f"layers.{layer}.{module.path}.input.{value}", layer, f"{module.path}.input",
                     writer.arithmetic, arg.reshape(right.shape), right,
-                    f"layers.{layer}.{writer.path}", failures_only=True,
+                    writer_name, failures_only=True,
                 )  # fmt: skip
 
     def _substitute_reference_routing(
@@ -397,6 +401,10 @@ class ModuleCheck:
         if isinstance(module, RopeCacheSpec):
             self._compare_rope_and_cache(layer, name, args, output, trace)
             return
+        attention = trace.get(module.reference[0]) if module.arithmetic == "attention" else None
+        if attention is not None and attention.function is not None:
+            self._compare_attention(layer, module, name, args, output, attention)
+            return
         if isinstance(module, NormSpec) and len(module.writes) > 1:
             normed, stream = output
             if self._reads_layer_input(layer, part) and layer > 0:
@@ -415,6 +423,29 @@ class ModuleCheck:
         if isinstance(module, RecurrenceSpec):
             self._compare_recurrent_state(layer, module, name, args[-1], trace)
             self._compare_worst_recurrent_head(layer, module, name, output, trace)
+
+    def _compare_attention(
+        self,
+        layer: int,
+        module: ModuleSpec,
+        name: str,
+        args: tuple[Any, ...],
+        output: torch.Tensor,
+        attention: ModuleIO,
+    ) -> None:
+        """Compare attention with the reference's, or with the reference's of the same inputs.
+
+        The second where the first is out of bounds: the scores may be so large that the rounding
+        of the inputs is (accept/attention_inputs.py).
+        """
+        found = self._compare(name, layer, module.path, module.arithmetic, output, attention.output)
+        if not found.is_within_bound:
+            core: Any = self.engine_core.model_runner.model.get_submodule(name)
+            expected = attend_to_engine_inputs(attention, core.cache_index, args[0], args[-1])
+            if expected is not None:
+                self._attention_of_engine_inputs[name] = expected
+                found = self._compare(name, layer, module.path, module.arithmetic, output, expected)
+        self.findings.append(found)
 
     def _compare_non_layer_module(
         self, reference_trace: ReferenceTrace, name: str, output: Any
@@ -466,10 +497,8 @@ class ModuleCheck:
         """Compare the returned q, and k and v as stored in the KV pages."""
         spec, step, tokens = self._module_spec(name), args[-1], q.shape[0]
         assert isinstance(spec, RopeCacheSpec), f"{name} writes to the KV cache"
-        slots, size = step.slots, step.kv.page_size
         cache = sum(any(each.modules_of_type(RopeCacheSpec)) for each in self.specs[:layer])
-        k = step.kv.k[cache][slots // size, :, slots % size]
-        v = step.kv.v[cache][slots // size, :, slots % size]
+        k, v = gather_slots(step.kv.k[cache], step), gather_slots(step.kv.v[cache], step)
         compared = (
             ("q", q, spec.reference[0], spec.arithmetic),
             ("k", k, spec.cache_reference[0], spec.arithmetic),
@@ -530,6 +559,24 @@ class ModuleCheck:
         noise: float = 0.0,
         failures_only: bool = False,
     ) -> None:
+        result = self._compare(
+            name, layer, module, arithmetic, ours, expected, linear_path, depth, noise
+        )
+        if not (failures_only and result.is_within_bound):  # another row says that it is right
+            self.findings.append(result)
+
+    def _compare(
+        self,
+        name: str,
+        layer: int | None,
+        module: str,
+        arithmetic: str,
+        ours: torch.Tensor,
+        expected: torch.Tensor,
+        linear_path: str | None = None,
+        depth: int | None = None,
+        noise: float = 0.0,
+    ) -> ToleranceCheckResult:
         weight_format = self.weight_formats.get(linear_path or name, "dense")
         recipe = (
             weight_format
@@ -558,9 +605,7 @@ class ModuleCheck:
             bound = module_bound(arithmetic, self.dtype, recipe, length=len(self.ids))
             bound = ErrorBound(bound.rel_l2 + noise, bound.max_rel + noise, bound.gain + noise)
         metrics = compare_tensors(name, ours, expected)
-        result = ToleranceCheckResult(name, layer, module, metrics, bound)
-        if not (failures_only and result.is_within_bound):  # another row says that it is right
-            self.findings.append(result)
+        return ToleranceCheckResult(name, layer, module, metrics, bound)
 
 
 def _norm_args_with_layer_outputs(

@@ -21,6 +21,10 @@ Worst seen, as rel_l2 / max_abs over max |reference|; int8 (one scale a row) cha
     residual     same arithmetic    6.7e-4 / 1.4e-3    4.1e-3 / 7.4e-3
     |gain - 1|   2.6e-7             6.7e-4             4.4e-3             5.3e-3
 
+A softmax multiplies the errors of its scores, and these grow with the scores. Where the rounding of
+q and k alone is out of bounds, attention is compared on the same rounded inputs
+(accept/attention_inputs.py).
+
 Bounds are about three times that. float32 gets more, since a plain running sum over ten thousand
 terms is
 honest too; its rotary bound grows with the position, because one unit in the last place of a

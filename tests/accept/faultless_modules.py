@@ -122,7 +122,7 @@ class FaultlessModules:
         self, index: int, weights: LayerWeights, trace: LayerTrace
     ) -> Iterator[tuple[str, ErrorMetrics]]:
         """Module-local errors: every module on the reference's own inputs."""
-        for name, (inputs, output) in trace.items():
+        for name, (inputs, output, _) in trace.items():
             yield name, compare_tensors(name, self.module(index, weights, name, inputs), output)
 
     def layer(self, index: int, weights: LayerWeights, x: Tensor, plan: LayerTrace) -> Tensor:
@@ -130,7 +130,7 @@ class FaultlessModules:
         module.
         """
         made: dict[int, Tensor] = {id(plan["input_norm"].inputs[0]): x}
-        for name, (inputs, output) in plan.items():
+        for name, (inputs, output, _) in plan.items():
             fed = tuple(made[id(tensor)] for tensor in inputs)
             made[id(output)] = self.module(index, weights, name, fed)
         return made[id(plan["output"].output)]

@@ -64,7 +64,7 @@ def fault_rows(
         trace = reference.run_layer(index, weights, x, len(ids))
         wrong = wrong_weights(fault, weights, following)
         for name in FAULTS[fault]:
-            inputs, output = trace[name]
+            inputs, output, _ = trace[name]
             if fault == "eps":
                 inputs = (norm_probe(reference, index, name),)
                 output = reference.run_norm(index, name, inputs[0])

@@ -326,7 +326,7 @@ def test_trace_names_order_and_shapes(case: str, modules: list[str]) -> None:
     assert layers == [0, 1, 2]
     trace = reference.run_layer(0, reference.layer_weights(0), reference.embed(ids), 5)
     assert list(trace) == modules
-    for name, (inputs, output) in trace.items():
+    for name, (inputs, output, _) in trace.items():
         assert inputs, name
         assert all(tensor.shape[0] == 5 and tensor.ndim == 2 for tensor in (*inputs, output)), name
     assert torch.equal(trace["post_attn_residual"].output, sum(trace["post_attn_residual"].inputs))

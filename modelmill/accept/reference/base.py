@@ -31,10 +31,14 @@ QUERY_ROWS_PER_BLOCK = 512
 
 
 class ModuleIO(NamedTuple):
-    """Input and output of a module."""
+    """Input and output of a module.
+
+    function: computes the output of other inputs; None where nothing asks for it.
+    """
 
     inputs: tuple[Tensor, ...]
     output: Tensor
+    function: Callable[..., Tensor] | None = None
 
 
 class ModuleWeights(NamedTuple):
@@ -85,6 +89,11 @@ class LayerRecorder:
         """Record a module; returns its output."""
         self.trace[name] = ModuleIO(inputs, output)
         return output
+
+    def compute(self, name: str, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Compute a module's output and record it with its function."""
+        self.trace[name] = ModuleIO(inputs, function(*inputs), function)
+        return self.trace[name].output
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """Apply a projection and record it."""

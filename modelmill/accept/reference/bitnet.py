@@ -34,10 +34,7 @@ class BitNetReference(PlainDecoderReference):
         q, k, v = (r.linear(name, normed) for name in ("q", "k", "v"))
         q_turned = r.record("q_rot", self.apply_rope_to_heads(index, q, prompt_length), q)
         k_turned = r.record("k_rot", self.apply_rope_to_heads(index, k, prompt_length), k)
-        heads = [x.reshape(len(x), -1, self.head_dim) for x in (q_turned, k_turned, v)]
-        mixed = r.record(
-            "attn", self.run_attention_core(index, heads[0], heads[1], heads[2]), q, k, v
-        )
+        mixed = self.record_attention(index, r, q_turned, k_turned, v)
         return r.linear("o_proj", self.apply_and_record_norm(r, "attn_sub_norm", mixed))
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:

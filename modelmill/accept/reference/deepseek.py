@@ -142,12 +142,17 @@ class DeepseekReference(GroupedExpertsMixin):
         if factors is not None:
             queries = queries * factors[:, None, None]
         r.record("q_rot", queries.reshape(count, -1), q)
-        r.record("latent_rot", torch.cat((latent, rotated_key[:, 0]), dim=-1), latent, k_pe)
-        expanded = project(latent, r.weights["kv_b"]).reshape(count, self.num_heads, -1)
-        keys, values = expanded[..., : self.nope_dim], expanded[..., self.nope_dim :]
-        keys = torch.cat((keys, rotated_key.expand(-1, self.num_heads, -1)), dim=-1)
-        mixed = self._causal_attention(queries, keys, values)
-        return r.linear("o_proj", r.record("attn", mixed, queries, latent))
+        row = torch.cat((latent, rotated_key[:, 0]), dim=-1)
+        r.record("latent_rot", row, latent, k_pe)
+        rank, up_projection = latent.shape[1], r.weights["kv_b"]
+
+        def attend(queries: Tensor, row: Tensor) -> Tensor:
+            expanded = project(row[:, :rank], up_projection).reshape(count, self.num_heads, -1)
+            keys, values = expanded[..., : self.nope_dim], expanded[..., self.nope_dim :]
+            rotated = row[:, None, rank:].expand(-1, self.num_heads, -1)
+            return self._causal_attention(queries, torch.cat((keys, rotated), dim=-1), values)
+
+        return r.linear("o_proj", r.compute("attn", attend, queries, row))
 
     def _apply_rotary(self, x: Tensor, prompt_length: int) -> Tensor:
         assert self.rope is not None

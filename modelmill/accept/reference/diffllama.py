@@ -17,7 +17,6 @@ from modelmill.accept.reference.base import (
     LayerRecorder,
     LayerWeights,
     ModuleWeights,
-    causal_attention,
 )
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -78,9 +77,7 @@ class DiffLlamaReference(PlainDecoderReference):
         for name in "qk":
             turned = self.apply_rope_to_heads(index, flat[name], prompt_length)
             flat[name] = r.record(f"{name}_rot", turned, flat[name])
-        heads = [flat[name].reshape(count, -1, self.head_dim) for name in "qkv"]
-        mixed = causal_attention(heads[0], heads[1], heads[2], self.score_scale)
-        r.record("attn", mixed, *flat.values())
+        mixed = self.record_attention(index, r, flat["q"], flat["k"], flat["v"])
         return r.linear("o_proj", self._differential_attention_output(index, r, mixed, group))
 
     def _differential_attention_output(

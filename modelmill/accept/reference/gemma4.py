@@ -275,10 +275,11 @@ class Gemma4Reference(PlainDecoderReference):
             )
         k, v = self.keys_and_values[self.full[index]]
         q_rot = r.record("q_rot", self.norm_and_rope(index, q, r.weights["q_norm"]), q)
-        dim = self.kv_heads_and_head_dim(index)[1]
-        heads = [each.reshape(len(each), -1, dim) for each in (q_rot, k, v)]
-        mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
-        return r.linear("o_proj", r.record("attn", mixed, q_rot, k, v))
+        return r.linear("o_proj", self.record_attention(index, r, q_rot, k, v))
+
+    def attention_head_dim(self, index: int) -> int:
+        """Return the head size of a layer's attention."""
+        return self.kv_heads_and_head_dim(index)[1]
 
     def add_experts_to_mlp(self, r: LayerRecorder, mlp_out: Tensor, stream: Tensor) -> Tensor:
         """Return the normed MLP's output and the normed experts' together."""

@@ -65,9 +65,7 @@ class HunyuanReference(PerHeadQKNormMixin):
             )
             for name in "qk"
         )
-        heads = [x.reshape(len(x), -1, self.head_dim) for x in (q, k, v)]
-        mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
-        return r.linear("o_proj", r.record("attn", mixed, q, k, v))
+        return r.linear("o_proj", self.record_attention(index, r, q, k, v))
 
     @torch.no_grad()
     def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor:

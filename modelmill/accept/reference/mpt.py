@@ -66,8 +66,7 @@ class MptReference(Gpt2NamesReference):
                 r.record(f"{name}_clipped", part.clamp(-bound, bound), part)
                 for name, part in zip("qkv", parts, strict=True)
             ]
-        q, k, v = (part.reshape(len(part), -1, self.head_dim) for part in parts)
-        return r.linear("o_proj", r.record("attn", self.run_attention_core(index, q, k, v), *parts))
+        return r.linear("o_proj", self.record_attention(index, r, *parts))
 
 
 REFERENCE = MptReference

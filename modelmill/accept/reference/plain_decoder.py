@@ -359,9 +359,7 @@ class PlainDecoderReference(ReferenceModel):
             q_turned = q_turned * scale[:, None]
         r.record("q_rot", q_turned, q)
         r.record("k_rot", k_turned, k)
-        heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
-        mixed = self.run_attention_core(index, heads[0], heads[1], heads[2])
-        attended = r.record("attn", mixed, q_turned, k_turned, v)
+        attended = self.record_attention(index, r, q_turned, k_turned, v)
         return r.linear("o_proj", self.gate_attention(r, normed, attended))
 
     def gate_attention(self, r: LayerRecorder, normed: Tensor, attended: Tensor) -> Tensor:
@@ -382,6 +380,22 @@ class PlainDecoderReference(ReferenceModel):
             r.record(f"{name}_clipped", part.clamp(low, high), part)
             for name, part in zip("qkv", parts, strict=True)
         ]
+
+    def record_attention(
+        self, index: int, r: LayerRecorder, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Run and record causal attention of q, k and v [T, heads·dim] → [T, heads·dim]."""
+
+        def attend(*flat: Tensor) -> Tensor:
+            q, k, v = (x.reshape(len(x), -1, self.attention_head_dim(index)) for x in flat)
+            return self.run_attention_core(index, q, k, v)
+
+        return r.compute("attn", attend, q, k, v)
+
+    def attention_head_dim(self, index: int) -> int:
+        """Return the head size of a layer's attention; families with several override it."""
+        del index
+        return self.head_dim
 
     def run_attention_core(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run causal attention [T, heads, dim] → [T, heads·dim]."""
