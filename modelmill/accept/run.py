@@ -277,7 +277,7 @@ def _make_engine_report(
         verdict = f"bug at {where}, module {first.module}"
         why = "; ".join(first.bound.describe_violations(first.metrics))
         reason = (
-            f"{verdict}: {why}; compare tells more, another --dtype or --kernel "
+            f"{verdict}: {why}; another --dtype or --kernel "
             f"{_suggest_kernel_override(first, engine_core.model_runner.model)} may help"
         )
     elif not sequence_report["ok"]:

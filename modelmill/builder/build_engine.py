@@ -246,7 +246,10 @@ def _run_acceptance(
         return {"accepted": None, "reason": "built without acceptance (--no-check)"}
     report = accept(staging.path, plan)
     if not report["accepted"]:
-        raise AcceptanceError(f"the engine was refused and not written: {report['reason']}")
+        raise AcceptanceError(
+            f"the engine was refused and not written: {report['reason']} (--no-check writes it, "
+            "and modelmill compare shows every module)"
+        )
     return report
 
 

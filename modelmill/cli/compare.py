@@ -67,7 +67,7 @@ class Args(CommonArgs):
 def run(args: Args) -> int:
     """Compare and print; exit code 0 if everything is within tolerance."""
     from modelmill.accept.run import acceptance_token_ids, compare_engine
-    from modelmill.artifact.store import open_artifact
+    from modelmill.artifact.store import is_engine_folder, open_artifact
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.eval.checkpoint_comparison import compare_tokenizer_and_layers, draw_layer_errors
     from modelmill.eval.report import check_plot_path, plot
@@ -75,6 +75,11 @@ def run(args: Args) -> int:
 
     if args.plot is not None:
         check_plot_path(args.plot)
+    if is_engine_folder(args.checkpoint):
+        raise UsageError(
+            f"{args.checkpoint} is an engine, and it is compared with a checkpoint: "
+            "modelmill compare ENGINE CHECKPOINT"
+        )
     model = resolve_model_path(args.engine)
     with show_progress(f"opening {model.name}", lines=True) as on_progress:
         engine = resolve_engine_path(model, non_default_fields(args.build), on_progress, None)

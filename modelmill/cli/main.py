@@ -8,13 +8,14 @@ pass. 2: the command line is invalid. 130: Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from modelmill.cli.output import tolerate_closed_output
+from modelmill.cli.output import print_note, tolerate_closed_output
 from modelmill.core import disk_errors, env, malloc
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.module_lookup import (
@@ -86,6 +87,14 @@ SUGGESTED_VERBS = {
 """Verbs of other programs, and the modelmill verb to suggest instead."""
 
 
+EXTRA_ARGUMENT_FLAGS = {
+    "run": "pass the prompt with --prompt",
+    "perplexity": "name the text file with --data",
+    "summarize": "name the file of articles with --data",
+}
+"""Verb: the flag of what people give as a second argument."""
+
+
 def list_subcommands() -> list[str]:
     """Return the names of all verbs: the files of this folder."""
     names = [name for name in list_module_names("modelmill.cli") if name not in NON_VERB_MODULES]
@@ -117,6 +126,8 @@ def run_command_line(argv: list[str]) -> int:
 
     try:
         verb = _find_subcommand(argv)
+        if verb is not None:
+            _note_misspelt_variables(verb)
         command = typer.main.get_command(_make_app(verb))
         code = command.main(args=argv, prog_name="modelmill", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -157,6 +168,30 @@ def _find_subcommand(argv: list[str]) -> str | None:
             + (f"did you mean {hint}?" if hint else f"there are {', '.join(known)}")
         )
     return name
+
+
+def _note_misspelt_variables(verb: str) -> None:
+    """Print a note on stderr for each variable whose name is nearly that of a flag's.
+
+    Variables with other names may belong to another program.
+    """
+    unknown = set(env.modelmill_variables()) - set(env.NON_FLAG_VARIABLES) - _flag_variables(verb)
+    if not unknown:  # other verbs are imported only where it matters
+        return
+    known = set().union(*map(_flag_variables, list_subcommands()))
+    for name in sorted(unknown - known):
+        hint = most_similar_name(name, [*known, *env.NON_FLAG_VARIABLES], cutoff=0.85)
+        if hint is not None:
+            print_note(f"{name} is not read: no flag has that name; did you mean {hint}?")
+
+
+def _flag_variables(verb: str) -> set[str]:
+    """Return the names of the variables of a verb's flags."""
+    from modelmill.cli.options import collect_cli_parameters, flag_env_variable
+
+    module = import_module_if_exists("modelmill.cli", verb)
+    flags = [] if module is None else collect_cli_parameters(module.Args)
+    return {flag_env_variable(name) for flag in flags for name in flag.names}
 
 
 def _make_app(verb: str | None) -> Any:
@@ -273,8 +308,14 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
     variable = _invalid_env_variable(error)
     if variable:
         text = text.replace("for '--", f"in {variable} for '--", 1)
-    if "unexpected extra argument" in text and argv[:1] == ["run"]:
-        text += "; pass the prompt with --prompt"
+    # click's newer versions name pydantic's types
+    text = re.sub(r"Input should be (a valid \w+), unable to parse .*", r"it must be \1", text)
+    if "unexpected extra argument" in text:
+        hint = EXTRA_ARGUMENT_FLAGS.get(argv[0])
+        text += f"; {hint}" if hint else _subcommand_usage(argv)
+    positional = getattr(getattr(error, "param", None), "param_type_name", "") == "argument"
+    if positional and type(error).__name__ == "BadParameter":
+        text += _subcommand_usage(argv)
     verb = next((word for word in argv if not word.startswith("-")), "")
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
 

@@ -383,9 +383,11 @@ def _read_config_file(flags: list[CliParameter], path: Path) -> dict[str, Any]:
 
     try:
         raw = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(
-            f"--config {path} cannot be read: {' '.join(str(error).split())}"
+            f"--config {path} is no YAML: {' '.join(str(error).split())}; write `flag: value` lines"
         ) from None
     if raw is None:
         return {}

@@ -47,6 +47,20 @@ def option_from_env(name: str) -> str | None:
     return os.environ.get("MODELMILL_" + name.upper())
 
 
+NON_FLAG_VARIABLES = (
+    "MODELMILL_CACHE",
+    "MODELMILL_COMMIT",
+    "MODELMILL_CPU_KERNELS",
+    "MODELMILL_WHEEL_KERNELS",
+)
+"""Variables of modelmill that are not those of a command line flag."""
+
+
+def modelmill_variables() -> list[str]:
+    """Return the names of all variables that begin with MODELMILL_, sorted."""
+    return sorted(name for name in os.environ if name.startswith("MODELMILL_"))
+
+
 def first_visible_gpu() -> str | None:
     """The index or id of the first GPU in CUDA_VISIBLE_DEVICES; None where it names none."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or None

@@ -40,9 +40,12 @@ def import_module_from_subfolders(package: str, name: str) -> ModuleType | None:
     return None
 
 
-def most_similar_name(name: str, names: list[str]) -> str | None:
-    """Return the name most similar to ``name``, for error messages; None if there is none."""
+def most_similar_name(name: str, names: list[str], cutoff: float = 0.55) -> str | None:
+    """Return the name most similar to ``name``, for error messages; None if there is none.
+
+    cutoff: how similar it must be, 0 to 1 (equal).
+    """
     import difflib
 
-    match = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
+    match = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return match[0] if match else None

@@ -356,9 +356,14 @@ def _usable_backends(
         if module is not None and reason is None:
             usable[name] = module
         elif forced:
+            others = [
+                other
+                for other, each in implementations(op).items()
+                if each.unavailable_reason(device_type) is None
+            ]
             raise UsageError(
                 f"--kernel {op}={name} cannot be used on {device_type}: {reason}; "
-                f"choose one of torch, {', '.join(implementations(op))}"
+                f"choose one of {', '.join(['torch', *others])}"
             )
     order, first = BACKEND_PREFERENCE[device_type], next(iter(usable), None)
     if forced and first in order:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -458,32 +459,51 @@ class SamModel:
         scores, steady, boxes = candidates
         keep = shapes.nms(boxes, scores, options.box_nms_thresh)
         left, top = crop.box[:2]
-        kept_rows = keep.tolist()
-        points = points[keep.cpu()] + torch.tensor([left, top])
+        kept = keep.tolist()
+        places = (points[keep.cpu()] + torch.tensor([left, top])).tolist()
         numbers = torch.cat(
             [x.double() for x in (scores[keep, None], steady[keep, None], boxes[keep])], 1
         ).tolist()
-        step = max(1, _MAX_PIXELS_PER_UPSAMPLING // (embedding.size[0] * embedding.size[1]))
         masks: list[Mask] = []
-        for start in range(0, len(kept_rows), step):
-            piece = torch.stack([logits[row] for row in kept_rows[start : start + step]])
-            big, _, area, _ = self.vision.ops.upsample_masks(
-                UpsampleMasksInputs(piece, self.image_size, embedding.encoder_size, embedding.size)
-            )
-            host, areas = to_pinned_host(pack_mask_bits(big)), area.tolist()
-            for rows, count in zip(host, areas, strict=True):
-                (score, stable, *ends), at = numbers[len(masks)], points[len(masks)].tolist()
-                x0, y0, x1, y1 = box = _int_box(ends)
-                moved = (x0 + left, y0 + top, x1 + left, y1 + top)
-                extra: dict[str, Any] = {
-                    "stability": stable,
-                    "point": (at[0], at[1]),
-                    "crop": crop.box,
-                }
-                masks.append(
-                    Mask(PackedMask.crop(rows, box), size, score, moved, int(count), **extra)
-                )
+        for rows, area in self._upsample_in_pieces(embedding, [logits[row] for row in kept]):
+            (score, stable, *ends), at = numbers[len(masks)], places[len(masks)]
+            x0, y0, x1, y1 = box = _int_box(ends)
+            moved = (x0 + left, y0 + top, x1 + left, y1 + top)
+            extra: dict[str, Any] = {
+                "stability": stable,
+                "point": (at[0], at[1]),
+                "crop": crop.box,
+            }
+            masks.append(Mask(PackedMask.crop(rows, box), size, score, moved, area, **extra))
         return masks
+
+    def _upsample_in_pieces(
+        self, embedding: ImageEmbedding, logits: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        """Upsample masks [4·G, 4·G], a few at a time.
+
+        The device works on the next piece while the caller has the masks of one.
+
+        Returns:
+            Each mask's packed pixels [height, ceil(width / 8)] on the CPU and its area.
+        """
+        step = max(1, _MAX_PIXELS_PER_UPSAMPLING // (embedding.size[0] * embedding.size[1]))
+        waiting: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]] = deque()
+        for start in range(0, len(logits), step):
+            big, _, areas, _ = self.vision.ops.upsample_masks(
+                UpsampleMasksInputs(
+                    torch.stack(list(logits[start : start + step])),
+                    self.image_size,
+                    embedding.encoder_size,
+                    embedding.size,
+                )
+            )
+            copies = to_pinned_host(pack_mask_bits(big)), to_pinned_host(areas)
+            waiting.append((*copies, _record_event(big.device)))
+            if len(waiting) > 1:
+                yield from _wait_for_piece(*waiting.popleft())
+        while waiting:
+            yield from _wait_for_piece(*waiting.popleft())
 
 
 def _clean_and_deduplicate_masks(masks: list[Mask], options: AutomaticMaskOptions) -> list[Mask]:
@@ -515,6 +535,24 @@ def to_pinned_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind what the device has to do so far; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _wait_for_piece(
+    rows: torch.Tensor, areas: torch.Tensor, ready: torch.cuda.Event | None
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield each mask's packed pixels and area once their copies are on the CPU."""
+    if ready is not None:
+        ready.synchronize()
+    yield from zip(rows, areas.tolist(), strict=True)
 
 
 def _int_box(numbers: Sequence[float]) -> tuple[int, int, int, int]:
