@@ -74,7 +74,7 @@ class SegmentOutputPaths:
         return (
             None
             if self.masks is None
-            else self._reserve_unused_png_path(self.masks, f"{path.stem}-{index}")
+            else self._reserve_unused_png_path(self.masks, f"{path.stem}-{index + 1}")
         )
 
     def _reserve_unused_png_path(self, folder: Path, stem: str) -> Path:
@@ -141,7 +141,9 @@ def _save_picture(picture: Any, target: Path) -> None:
         ValueError,
     ) as error:  # ValueError: the format does not support this size
         why = error.strerror if isinstance(error, OSError) else None
-        raise ArtifactError(f"cannot write {target}: {why or error}") from None
+        raise ArtifactError(
+            f"cannot write {target}: {why or error}; choose another place with -o or --masks"
+        ) from None
 
 
 def show_segment_results(results: Iterable[dict[str, Any]]) -> None:

@@ -237,7 +237,7 @@ def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> N
         ("stop: {a: b}", "must be text"),
         ("stop: [0123]", "must be text, not 83; put it into quotes"),
         ("- a\n- b", "must hold"),
-        ("a: [", "cannot be read"),
+        ("a: [", "is no YAML"),
         ("two: [a]", "takes two values"),
     ],
 )

@@ -64,11 +64,11 @@ def test_json_overlay_masks_and_run_lengths(
     assert PIL.Image.open(out).size == (80, 60)
     assert run_segment(engine, photos / "0.png", "--point", "40,30", "--masks", masks) == 0
     stdout = capsys.readouterr().out.splitlines()
-    assert f"masks: {masks / '0-0.png'} … {masks / '0-2.png'}" in stdout
+    assert f"masks: {masks / '0-1.png'} … {masks / '0-3.png'}" in stdout
     assert (
         run_segment(engine, photos / "0.png", "--point", "40,30", "--masks", masks, "--single") == 0
     )
-    assert f"masks: {masks / '0-0.png'}" in capsys.readouterr().out.splitlines()
+    assert f"masks: {masks / '0-1.png'}" in capsys.readouterr().out.splitlines()
 
 
 def test_folders_and_globs_in_batches(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
@@ -182,7 +182,7 @@ def test_nothing_is_written_over_a_picture(
     assert "is an input picture" in err
     assert err.count("\n") == 1
     assert one.read_bytes() == before
-    out = tmp_path / "seg" / "0-0.png"
+    out = tmp_path / "seg" / "0-1.png"
     assert (
         run_segment(engine, one, "--point", "1,1", "-o", out, "--masks", out.parent, "--json") == 0
     )

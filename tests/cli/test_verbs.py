@@ -635,7 +635,8 @@ def test_an_engine_is_no_checkpoint(
     assert code == 2
     assert "is an engine already" in err
     code, _, err = cli("compare", checkpoint, engine)
-    assert code == 1
+    assert code == 2
+    assert "modelmill compare ENGINE CHECKPOINT" in err
     assert f"-o {checkpoint}" not in err, "nobody should write an engine into a checkpoint"
 
 
