@@ -32,6 +32,7 @@ from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepOrWakeReport
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
+    check_model_argument,
     show_opening_progress,
 )
 from modelmill.outputs import OutputDelta, RequestOutput, stack_normalized_embeddings
@@ -103,7 +104,7 @@ class LLM(OpenedEngine[EngineCore]):
         check_option_names(options, (*RUN_CONFIG_FIELDS, *BUILD_ONLY_FIELDS), type(self).__name__)
         if tensor_parallel_size is not None:
             options = {"tp": tensor_parallel_size, **options}
-        engine = Path(model)
+        engine = check_model_argument(model)
         self.path = engine
         self._opened: EngineCore | None = None
         with show_opening_progress(engine, progress) as report:

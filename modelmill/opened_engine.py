@@ -46,6 +46,19 @@ class OpenedEngine(ABC, Generic[T]):
         self.close()
 
 
+def check_model_argument(model: object) -> Path:
+    """Return the path of an engine or checkpoint that a class was given.
+
+    Raises:
+        UsageError: it is no path, or an empty one.
+    """
+    if not isinstance(model, (str, Path)) or not str(model).strip():
+        raise UsageError(
+            f"{model!r} is no model: give the path of an engine or of a checkpoint's folder or file"
+        )
+    return Path(model)
+
+
 def make_closed_error(opened: object, path: Path) -> UsageError:
     """The error of a call on a closed object."""
     return UsageError(f"this {type(opened).__name__} ({path}) is closed; open the engine again")

@@ -24,6 +24,7 @@ from modelmill.core.progress_callback import Progress
 from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
 from modelmill.opened_engine import (
     OpenedEngine,
+    check_model_argument,
     show_opening_progress,
 )
 from modelmill.vision.automatic_mask_options import AutomaticMaskOptions
@@ -73,7 +74,7 @@ class Segmenter(OpenedEngine[SamModel]):
         **build: Unpack[SegmenterOptions],
     ) -> None:
         check_option_names(build, SegmenterOptions.__annotations__, type(self).__name__)
-        self.path, self.device = Path(model), resolve_device(device)
+        self.path, self.device = check_model_argument(model), resolve_device(device)
         self._opened: SamModel | None = None
         self._embedding: ImageEmbedding | None = None
         with show_opening_progress(self.path, progress) as report:

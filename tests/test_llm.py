@@ -376,6 +376,13 @@ def test_what_is_no_prompt_is_one_line(llm: LLM) -> None:
     assert text(llm, "Once upon a time").startswith(",")
 
 
+@pytest.mark.parametrize("model", ["", "  ", None, 3])
+def test_what_is_no_model_is_refused_in_one_line(model: Any) -> None:
+    for opened in (LLM, AsyncLLM):
+        with pytest.raises(UsageError, match="is no model: give the path of an engine"):
+            opened(model, device="cpu")
+
+
 def test_a_closed_engine_says_so(engine: Path) -> None:
     closed = AsyncLLM(engine, device="cpu")
     closed.close()

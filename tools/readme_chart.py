@@ -48,7 +48,7 @@ def caption(summaries: Mapping[str, Summary]) -> str:
     counts = sorted({len(summary.runs) for summary in summaries.values()})
     cards = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     return (
-        f"geometric mean {ratio:.2f}× as fast, least favourable of these runs {least:.2f}×; "
+        f"geometric mean {ratio:.2f}× as fast, the least favourable run {least:.2f}×; "
         f"times and ratios are medians over {cards} cards"
     )
 

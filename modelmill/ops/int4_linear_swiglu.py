@@ -39,6 +39,6 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = [(1, 576, 1536, 128), (5, 100, 33, 32), (1, 160, 7, 128), (16, 128, 64, 64)]
     if device != "cpu":
         shapes += [(rows, 4096, 11008, 128) for rows in (1, 8)]
-        shapes += [(20, 1536, 520, 128), (64, 4096, 11008, 128)]
+        shapes += [(20, 1536, 520, 128), (64, 4096, 11008, 128), (512, 4096, 11008, 128)]
         shapes += [(1, 1056, 104, 32), (1, 4096, 11008, 64)]
     yield from cases_for_shapes(shapes, random_weight, device, dtype, gated=True)

@@ -40,5 +40,5 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode rows, odd sizes; the 7B shape only on a GPU."""
     shapes = [(1, 576, 1536), (5, 100, 33), (1, 65, 7), (16, 128, 64)]
     if device != "cpu":
-        shapes += [(1, 4096, 11008), (8, 4096, 11008)]
+        shapes += [(rows, 4096, 11008) for rows in (1, 8, 64, 512)]
     yield from cases_for_shapes(shapes, device, dtype, gated=True)

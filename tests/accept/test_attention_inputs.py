@@ -44,7 +44,7 @@ def test_large_scores_are_judged_on_rounded_inputs(
     assert not written
     assert report["module"] == "attn.core"
     outside = [
-        ours for ours, other in zip(errors, worst_errors(report), strict=True) if other > bound
+        error for error, other in zip(errors, worst_errors(report), strict=True) if other > bound
     ]
     assert outside, "the inputs' rounding alone is out of bounds"
     assert max(outside) < bound / 3, "the kernel's own error is not"

@@ -213,3 +213,45 @@ def test_a_refused_value_of_the_environment_names_its_variable(
     assert f"invalid value for '{flag}'" in err
     assert variable not in err
     assert "Value error" not in err
+
+
+@pytest.mark.parametrize(
+    ("variable", "note"),
+    [
+        ("MODELMILL_MAX_TOKEN", "did you mean MODELMILL_MAX_TOKENS?"),
+        ("MODELMILL_CACHES", "did you mean MODELMILL_CACHE?"),
+        ("MODELMILL_MAX_TOKENS", None),  # another verb's flag
+        ("MODELMILL_CPU_KERNELS", None),
+        ("MODELMILL_SERVICE_HOST", None),  # another program's
+    ],
+)
+def test_a_misspelt_variable_is_reported(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    note: str | None,
+) -> None:
+    monkeypatch.setenv(variable, "auto")
+    command._note_misspelt_variables("doctor")
+    err = capsys.readouterr().err
+    assert err == "" if note is None else f"{variable} is not read" in err and note in err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("perplexity", "e", "text.txt"), "name the text file with --data"),
+        (("run", "e", "text"), "pass the prompt with --prompt"),
+        (("bench", "model.engine"), "the form is: modelmill bench WHAT"),
+        (("inspect", "a", "b"), "the form is: modelmill inspect"),
+        (("run", "e", "--temperature", "hot"), "'--temperature'"),
+    ],
+)
+def test_a_misplaced_argument_is_answered_with_the_form(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], hint: str
+) -> None:
+    assert command.run_command_line(list(words)) == 2
+    err = capsys.readouterr().err
+    assert hint in err
+    assert err.count("\n") == 1
+    assert "Input should be" not in err

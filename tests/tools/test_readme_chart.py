@@ -43,7 +43,7 @@ def test_the_median_is_over_cards_with_both_sides() -> None:
     (summary,) = readme_chart.chart_summaries(rows).values()
     assert (summary.engine_value, summary.peer_value, summary.ratio) == (3, 4, 1.375)
     assert readme_chart.caption({"decode-1x128": summary}) == (
-        "geometric mean 1.38× as fast, least favourable of these runs 1.25×; "
+        "geometric mean 1.38× as fast, the least favourable run 1.25×; "
         "times and ratios are medians over 2 cards"
     )
 
