@@ -3,7 +3,7 @@
 // Computes: sorted_token_ids and expert_ids of topk_ids[M, top_k] (ops/moe_align_block_size.py)
 // Dtypes: int32
 // Layout: packed; each expert's pairs padded to whole blocks
-// Range: M · top_k ≤ 8192 pairs; E ≤ 1024
+// Range: M · top_k ≤ 8192 pairs; E ≤ 1024 (chosen: ≤ 128)
 // Technique: ranks within warps by shuffles, a histogram for each warp, no atomics, PDL
 // Ops: moe_align_block_size (launched by moe_align_block_size.py)
 //

@@ -9,7 +9,10 @@ import torch
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.moe_align_block_size import max_expert_blocks
 
-MAX_PAIRS, MAX_EXPERTS = 8192, 1024
+MAX_PAIRS = 8192
+MAX_EXPERTS = 128
+"""The kernel serves 1024, but its one block counts every expert for each warp: with 300 and 512
+experts Triton's blocks take half the time (H200, 7.1 and 10.0 µs instead of 12.5 and 20.2)."""
 _THREADS, _WARPS = 1024, 32
 
 
