@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.attention_inputs import attend_to_engine_inputs, gather_slots
+from modelmill.accept.attention_inputs import (
+    INPUT_ARITHMETIC,
+    gather_attention_inputs,
+    gather_slots,
+)
 from modelmill.accept.error_metrics import compare_tensors, incomparable_metrics
 from modelmill.accept.extreme_inputs import ExtremeInputRunner
 from modelmill.accept.quantized_reference import language_model_weight_formats
@@ -433,19 +437,38 @@ class ModuleCheck:
         output: torch.Tensor,
         attention: ModuleIO,
     ) -> None:
-        """Compare attention with the reference's, or with the reference's of the same inputs.
+        """Compare attention with the reference's, or with the reference's of what it read.
 
-        The second where the first is out of bounds: the scores may be so large that the rounding
-        of the inputs is (accept/attention_inputs.py).
+        The second where the first is out of bounds and what it read is not: the scores may be so
+        large that the rounding of the inputs is (accept/attention_inputs.py).
         """
         found = self._compare(name, layer, module.path, module.arithmetic, output, attention.output)
-        if not found.is_within_bound:
-            core: Any = self.engine_core.model_runner.model.get_submodule(name)
-            expected = attend_to_engine_inputs(attention, core.cache_index, args[0], args[-1])
-            if expected is not None:
-                self._attention_of_engine_inputs[name] = expected
-                found = self._compare(name, layer, module.path, module.arithmetic, output, expected)
+        read = None if found.is_within_bound else self._read_right_inputs(name, args, attention)
+        if read is not None:
+            assert attention.function is not None, "the reference keeps the function of attention"
+            with torch.no_grad():
+                expected = attention.function(*read)
+            self._attention_of_engine_inputs[name] = expected
+            found = self._compare(name, layer, module.path, module.arithmetic, output, expected)
         self.findings.append(found)
+
+    def _read_right_inputs(
+        self, name: str, args: tuple[Any, ...], attention: ModuleIO
+    ) -> list[torch.Tensor] | None:
+        """Return the queries, keys and values that an attention read.
+
+        None if one of them is out of bounds, as those of another layer's pages are.
+        """
+        core: Any = self.engine_core.model_runner.model.get_submodule(name)
+        read = gather_attention_inputs(attention, core.cache_index, args[0], args[-1])
+        if read is None:
+            return None
+        checked = zip(read, attention.inputs, INPUT_ARITHMETIC[: len(read)], strict=True)
+        right = all(
+            self._compare(name, None, name, arithmetic, ours, expected).is_within_bound
+            for ours, expected, arithmetic in checked
+        )
+        return read if right else None
 
     def _compare_non_layer_module(
         self, reference_trace: ReferenceTrace, name: str, output: Any

@@ -87,6 +87,9 @@ SUGGESTED_VERBS = {
 """Verbs of other programs, and the modelmill verb to suggest instead."""
 
 
+PREFIX = "MODELMILL_"
+"""What the names of all variables of modelmill begin with."""
+
 EXTRA_ARGUMENT_FLAGS = {
     "run": "pass the prompt with --prompt",
     "perplexity": "name the text file with --data",
@@ -179,10 +182,12 @@ def _note_misspelt_variables(verb: str) -> None:
     if not unknown:  # other verbs are imported only where it matters
         return
     known = set().union(*map(_flag_variables, list_subcommands()))
+    names = [each.removeprefix(PREFIX) for each in (*known, *env.NON_FLAG_VARIABLES)]
     for name in sorted(unknown - known):
-        hint = most_similar_name(name, [*known, *env.NON_FLAG_VARIABLES], cutoff=0.85)
+        # without the prefix, which would make any two names similar
+        hint = most_similar_name(name.removeprefix(PREFIX), names, cutoff=0.8)
         if hint is not None:
-            print_note(f"{name} is not read: no flag has that name; did you mean {hint}?")
+            print_note(f"modelmill does not read {name}; did you mean {PREFIX}{hint}?")
 
 
 def _flag_variables(verb: str) -> set[str]:

@@ -542,7 +542,7 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(device))  # not that of the current device
     return event
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.attention_inputs import attend_to_engine_inputs
+from modelmill.accept.attention_inputs import gather_attention_inputs
 from modelmill.accept.reference import ModuleIO
 from modelmill.nn.attention import AttentionCore
 from tests.accept.build_and_accept import build_and_accept
@@ -19,13 +19,15 @@ QUERY_FACTOR = 50.0
 """It makes scores of some hundreds."""
 
 
+SIZES = {"vocab_size": 200, "intermediate_size": 128, "max_position_embeddings": 128}
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors, config = seeded_decoder(seed=2)
     for layer in range(2):
         tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] *= QUERY_FACTOR
-    sizes = {"vocab_size": 200, "intermediate_size": 128, "max_position_embeddings": 128}
-    return save_raw(tmp_path_factory.mktemp("large"), tensors, config | sizes)
+    return save_raw(tmp_path_factory.mktemp("large"), tensors, config | SIZES)
 
 
 def worst_errors(report: dict[str, Any]) -> list[float]:
@@ -39,7 +41,7 @@ def test_large_scores_are_judged_on_rounded_inputs(
     report, written = build_and_accept(checkpoint, tmp_path / "e", dtype, "none")
     assert written, report["refusal"]
     errors = worst_errors(report)
-    monkeypatch.setattr("modelmill.accept.module_check.attend_to_engine_inputs", lambda *_: None)
+    monkeypatch.setattr("modelmill.accept.module_check.gather_attention_inputs", lambda *_: None)
     report, written = build_and_accept(checkpoint, tmp_path / "unrounded", dtype, "none")
     assert not written
     assert report["module"] == "attn.core"
@@ -66,6 +68,31 @@ def test_a_fault_beside_large_scores_is_refused(
     assert (report["layer"], report["module"]) == (0, "attn.core")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [1.0, 0.05])
+def test_another_layers_pages_are_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, scale: float
+) -> None:
+    """Their attention is right for what it read; a small o_proj hides it from the whole layer."""
+    tensors, config = seeded_decoder(layers=3, seed=2)
+    for layer in (1, 2):
+        tensors[f"model.layers.{layer}.self_attn.o_proj.weight"] *= scale
+    folder = save_raw(tmp_path / "c", tensors, config | SIZES)
+    real_init = AttentionCore.__init__
+
+    def read_first_layer(self: Any, spec: Any, cache_index: int) -> None:
+        real_init(self, spec, 0)
+
+    monkeypatch.setattr(AttentionCore, "__init__", read_first_layer)
+    for path, layers in ((folder, {1}), (checkpoint, {0, 1})):
+        # with large scores, layer 0 may be out of bounds as a whole for its own rounding
+        report, written = build_and_accept(path, tmp_path / f"e-{path.name}", dtype, "none")
+        assert not written
+        assert report["layer"] in layers
+        outside = [row["name"] for row in report["layers"] if not row["ok"]]
+        assert "layers.1.attn.core" in outside
+
+
 def test_tensors_of_other_sizes_are_not_compared() -> None:
     class Step:
         class kv:
@@ -76,5 +103,5 @@ def test_tensors_of_other_sizes_are_not_compared() -> None:
 
     rows = torch.zeros(3, 8)
     attention = ModuleIO((rows, rows, rows), rows, lambda q, k, v: q + k + v)
-    assert attend_to_engine_inputs(attention, 0, torch.ones(3, 1, 8), Step()) is not None
-    assert attend_to_engine_inputs(attention, 0, torch.ones(3, 2, 8), Step()) is None
+    assert gather_attention_inputs(attention, 0, torch.ones(3, 1, 8), Step()) is not None
+    assert gather_attention_inputs(attention, 0, torch.ones(3, 2, 8), Step()) is None

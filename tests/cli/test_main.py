@@ -223,6 +223,9 @@ def test_a_refused_value_of_the_environment_names_its_variable(
         ("MODELMILL_MAX_TOKENS", None),  # another verb's flag
         ("MODELMILL_CPU_KERNELS", None),
         ("MODELMILL_SERVICE_HOST", None),  # another program's
+        ("MODELMILL_TEST_MODEL", None),
+        ("MODELMILL_HOME", None),
+        ("MODELMILL_TOKEN", None),
     ],
 )
 def test_a_misspelt_variable_is_reported(
@@ -234,7 +237,7 @@ def test_a_misspelt_variable_is_reported(
     monkeypatch.setenv(variable, "auto")
     command._note_misspelt_variables("doctor")
     err = capsys.readouterr().err
-    assert err == "" if note is None else f"{variable} is not read" in err and note in err
+    assert err == "" if note is None else f"does not read {variable}" in err and note in err
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ QUERY_ROWS_PER_BLOCK = 512
 class ModuleIO(NamedTuple):
     """Input and output of a module.
 
-    function: computes the output of other inputs; None where nothing asks for it.
+    function: computes the output of other inputs; only attention has one.
     """
 
     inputs: tuple[Tensor, ...]
