@@ -187,7 +187,7 @@ def _note_misspelt_variables(verb: str) -> None:
         # without the prefix, which would make any two names similar
         hint = most_similar_name(name.removeprefix(PREFIX), names, cutoff=0.8)
         if hint is not None:
-            print_note(f"modelmill does not read {name}; did you mean {PREFIX}{hint}?")
+            print_note(f"no flag or setting is called {name}; did you mean {PREFIX}{hint}?")
 
 
 def _flag_variables(verb: str) -> set[str]:

@@ -237,7 +237,7 @@ def test_a_misspelt_variable_is_reported(
     monkeypatch.setenv(variable, "auto")
     command._note_misspelt_variables("doctor")
     err = capsys.readouterr().err
-    assert err == "" if note is None else f"does not read {variable}" in err and note in err
+    assert err == "" if note is None else f"is called {variable};" in err and note in err
 
 
 @pytest.mark.parametrize(
