@@ -159,8 +159,10 @@ class ModuleCheck:
                 self._streams[index] if layer is not None else self._streams[index][self.head_rows]
             )
             if index > 0:
-                self._compare_and_record(
-                    f"layers.{index - 1}", index - 1, "layer", "layer", stream, expected
+                self.findings.append(
+                    self._compare(
+                        f"layers.{index - 1}", index - 1, "layer", "layer", stream, expected
+                    )
                 )
             return norm_args_summing_to(expected, args)
 
@@ -204,13 +206,13 @@ class ModuleCheck:
                 normed = output[0] if isinstance(output, tuple) else output
                 x = tiny(args[0].shape[1])[: len(normed)]
                 expected = self.reference.run_norm(layer, canonical, x)
-                self._compare_and_record(
-                    f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected
+                self.findings.append(
+                    self._compare(f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected)
                 )
             elif self._is_outer_norm_except_final(name):
                 expected = self.reference.run_norm(None, name, tiny_rows(args[0]))
-                self._compare_and_record(
-                    f"{name}.eps", None, f"{part}.eps", "norm", output, expected
+                self.findings.append(
+                    self._compare(f"{name}.eps", None, f"{part}.eps", "norm", output, expected)
                 )
             elif isinstance(module, QueryRopeSpec) and layer is not None:
                 q = output.reshape(len(output), -1)
@@ -218,8 +220,10 @@ class ModuleCheck:
                     layer, tiny(args[0].shape[1])[:, : q.shape[1]]
                 )
                 if heads is not None:
-                    self._compare_and_record(
-                        f"{name}.eps", layer, f"{part}.eps", module.arithmetic, q, heads
+                    self.findings.append(
+                        self._compare(
+                            f"{name}.eps", layer, f"{part}.eps", module.arithmetic, q, heads
+                        )
                     )
 
         self._run_with_hooks(before, after)
@@ -233,10 +237,10 @@ class ModuleCheck:
             del output
             layer, _ = split_layer_path(name)
             for found in runner.run(name, layer, self._module_spec(name), args):
-                self._compare_and_record(
+                self.findings.append(self._compare(
                     f"{name}.bound", layer, found.label, found.arithmetic, found.ours,
                     found.expected, name, noise=found.noise,
-                )  # fmt: skip
+                ))  # fmt: skip
 
         self._run_with_hooks(None, after)
         if self.reference.qkv_bound is not None:
@@ -319,11 +323,17 @@ class ModuleCheck:
                 writer = self.specs[layer].writer_by_value[value]
                 writer_name = f"layers.{layer}.{writer.path}"
                 right = self._attention_of_engine_inputs.get(writer_name, right)
-                self._compare_and_record(
-                    f"layers.{layer}.{module.path}.input.{value}", layer, f"{module.path}.input",
-                    writer.arithmetic, arg.reshape(right.shape), right,
-                    writer_name, failures_only=True,
-                )  # fmt: skip
+                found = self._compare(
+                    f"layers.{layer}.{module.path}.input.{value}",
+                    layer,
+                    f"{module.path}.input",
+                    writer.arithmetic,
+                    arg.reshape(right.shape),
+                    right,
+                    writer_name,
+                )
+                if not found.is_within_bound:  # another row says that it is right
+                    self.findings.append(found)
 
     def _substitute_reference_routing(
         self, name: str, args: tuple[Any, ...]
@@ -359,10 +369,10 @@ class ModuleCheck:
             logits = module.reads[0]
             label = self.specs[layer].writer_by_value[logits].path
             expected = self._router_logits[layer]
-            self._compare_and_record(
+            self.findings.append(self._compare(
                 f"layers.{layer}.{label}", layer, label, "layer", args[0], expected,
                 depth=self.specs[layer].path_lengths[logits] - 1,
-            )  # fmt: skip
+            ))  # fmt: skip
 
     def _is_outer_norm_except_final(self, name: str) -> bool:
         """Return whether a module is a norm outside the layers, beside the last one."""
@@ -416,8 +426,10 @@ class ModuleCheck:
             if module.stream_reference:
                 where = module.writes[1]
                 expected = concat_reference_outputs(trace, (module.stream_reference,))
-                self._compare_and_record(
-                    f"layers.{layer}.{where}", layer, where, "residual", stream, expected
+                self.findings.append(
+                    self._compare(
+                        f"layers.{layer}.{where}", layer, where, "residual", stream, expected
+                    )
                 )
             output = normed
         self._compare_fused_parts(layer, module, name, output, trace)
@@ -475,25 +487,25 @@ class ModuleCheck:
     ) -> None:
         """Compare the embedding, the final norm with the last layer's output, and the logits."""
         if name == "embed":
-            self._compare_and_record(
-                name, None, "embed", "embedding", output, reference_trace.stream
+            self.findings.append(
+                self._compare(name, None, "embed", "embedding", output, reference_trace.stream)
             )
         elif name == "norm":
             expected = reference_trace.stream[self.head_rows]
             self._compare_residual_stream(self.reference.num_layers - 1, output[1], expected)
             expected = reference_trace.head_trace()["final_norm"].output
-            self._compare_and_record(name, None, "norm", "norm", output[0], expected)
+            self.findings.append(self._compare(name, None, "norm", "norm", output[0], expected))
         elif name == "head":
             expected = reference_trace.head_trace()["logits"].output
-            self._compare_and_record(name, None, "head", "linear", output, expected)
+            self.findings.append(self._compare(name, None, "head", "linear", output, expected))
         elif name in self._outside:
             _, expected, arithmetic = self._outside[name]
-            self._compare_and_record(name, None, name, arithmetic, output, expected)
+            self.findings.append(self._compare(name, None, name, arithmetic, output, expected))
 
     def _compare_residual_stream(self, layer: int, output: Any, expected: Any) -> None:
         """Compare the residual stream after a layer."""
-        self._compare_and_record(
-            f"layers.{layer}.output", layer, "output", "residual", output, expected
+        self.findings.append(
+            self._compare(f"layers.{layer}.output", layer, "output", "residual", output, expected)
         )
 
     def _compare_fused_parts(
@@ -512,7 +524,9 @@ class ModuleCheck:
                 leaf = canonical.rpartition(".")[2]
                 path = f"{parent}.{leaf}_proj" if is_linear else f"{name}.{leaf}"
             label = path.removeprefix(f"layers.{layer}.")
-            self._compare_and_record(path, layer, label, module.arithmetic, ours, right, name)
+            self.findings.append(
+                self._compare(path, layer, label, module.arithmetic, ours, right, name)
+            )
 
     def _compare_rope_and_cache(
         self, layer: int, name: str, args: tuple[Any, ...], q: torch.Tensor, trace: LayerTrace
@@ -530,8 +544,8 @@ class ModuleCheck:
         for label, ours, canonical, arithmetic in compared:
             expected = concat_reference_outputs(trace, (canonical,))
             where, module = f"{name}.{label}", f"{spec.path}.{label}"
-            self._compare_and_record(
-                where, layer, module, arithmetic, ours.reshape(tokens, -1), expected
+            self.findings.append(
+                self._compare(where, layer, module, arithmetic, ours.reshape(tokens, -1), expected)
             )
 
     def _compare_recurrent_state(
@@ -543,7 +557,9 @@ class ModuleCheck:
         state = states[step.state.rows.slots[0]].reshape(1, -1)
         expected = concat_reference_outputs(trace, (spec.state_reference,))
         label = f"{spec.path}.state"
-        self._compare_and_record(f"{name}.state", layer, label, spec.arithmetic, state, expected)
+        self.findings.append(
+            self._compare(f"{name}.state", layer, label, spec.arithmetic, state, expected)
+        )
 
     def _compare_worst_recurrent_head(
         self, layer: int, spec: RecurrenceSpec, name: str, output: torch.Tensor, trace: LayerTrace
@@ -568,25 +584,6 @@ class ModuleCheck:
         self.findings.append(
             ToleranceCheckResult(f"{name}.heads", layer, spec.path, metrics, bound)
         )
-
-    def _compare_and_record(
-        self,
-        name: str,
-        layer: int | None,
-        module: str,
-        arithmetic: str,
-        ours: torch.Tensor,
-        expected: torch.Tensor,
-        linear_path: str | None = None,
-        depth: int | None = None,
-        noise: float = 0.0,
-        failures_only: bool = False,
-    ) -> None:
-        result = self._compare(
-            name, layer, module, arithmetic, ours, expected, linear_path, depth, noise
-        )
-        if not (failures_only and result.is_within_bound):  # another row says that it is right
-            self.findings.append(result)
 
     def _compare(
         self,

@@ -87,9 +87,6 @@ SUGGESTED_VERBS = {
 """Verbs of other programs, and the modelmill verb to suggest instead."""
 
 
-PREFIX = "MODELMILL_"
-"""What the names of all variables of modelmill begin with."""
-
 EXTRA_ARGUMENT_FLAGS = {
     "run": "pass the prompt with --prompt",
     "perplexity": "name the text file with --data",
@@ -178,16 +175,18 @@ def _note_misspelt_variables(verb: str) -> None:
 
     Variables with other names may belong to another program.
     """
-    unknown = set(env.modelmill_variables()) - set(env.NON_FLAG_VARIABLES) - _flag_variables(verb)
-    if not unknown:  # other verbs are imported only where it matters
+    unknown = env.flag_like_variables()
+    # flags are read only where a variable is set, those of other verbs where it is none of this
+    if not unknown or unknown <= _flag_variables(verb):
         return
     known = set().union(*map(_flag_variables, list_subcommands()))
-    names = [each.removeprefix(PREFIX) for each in (*known, *env.NON_FLAG_VARIABLES)]
+    prefix = env.VARIABLE_PREFIX
+    names = [each.removeprefix(prefix) for each in (*known, *env.NON_FLAG_VARIABLES)]
     for name in sorted(unknown - known):
         # without the prefix, which would make any two names similar
-        hint = most_similar_name(name.removeprefix(PREFIX), names, cutoff=0.8)
+        hint = most_similar_name(name.removeprefix(prefix), names, cutoff=0.8)
         if hint is not None:
-            print_note(f"no flag or setting is called {name}; did you mean {PREFIX}{hint}?")
+            print_note(f"no flag or setting is called {name}; did you mean {prefix}{hint}?")
 
 
 def _flag_variables(verb: str) -> set[str]:
@@ -308,18 +307,16 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
         hint = most_similar_name(option.replace("_", "-"), known)
         text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
     text = (text[:1].lower() + text[1:]).replace("Value error, ", "", 1)
-    if type(error).__name__ == "MissingParameter":
-        text += _subcommand_usage(argv)
     variable = _invalid_env_variable(error)
     if variable:
         text = text.replace("for '--", f"in {variable} for '--", 1)
     # click's newer versions name pydantic's types
     text = re.sub(r"Input should be (a valid \w+), unable to parse .*", r"it must be \1", text)
-    if "unexpected extra argument" in text:
-        hint = EXTRA_ARGUMENT_FLAGS.get(argv[0])
-        text += f"; {hint}" if hint else _subcommand_usage(argv)
-    positional = getattr(getattr(error, "param", None), "param_type_name", "") == "argument"
-    if positional and type(error).__name__ == "BadParameter":
+    is_extra = "unexpected extra argument" in text
+    is_positional = getattr(getattr(error, "param", None), "param_type_name", "") == "argument"
+    if is_extra and argv[0] in EXTRA_ARGUMENT_FLAGS:
+        text += f"; {EXTRA_ARGUMENT_FLAGS[argv[0]]}"
+    elif is_extra or is_positional or type(error).__name__ == "MissingParameter":
         text += _subcommand_usage(argv)
     verb = next((word for word in argv if not word.startswith("-")), "")
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
@@ -350,7 +347,7 @@ def _invalid_env_variable(error: Any) -> str | None:
         (
             each
             for each in named
-            if env.option_from_env(each.removeprefix("MODELMILL_")) is not None
+            if env.option_from_env(each.removeprefix(env.VARIABLE_PREFIX)) is not None
         ),
         None,
     )

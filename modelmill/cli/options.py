@@ -267,7 +267,7 @@ def _make_choice_completer(flag: CliParameter) -> Callable[[str], list[str]] | N
 
 def flag_env_variable(name: str) -> str:
     """Return the environment variable of a flag's long name."""
-    return "MODELMILL_" + name.replace("-", "_").upper()
+    return env.VARIABLE_PREFIX + name.replace("-", "_").upper()
 
 
 def help_with_default(flag: CliParameter) -> str:

@@ -24,6 +24,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+VARIABLE_PREFIX = "MODELMILL_"
+"""What the names of modelmill's own variables begin with."""
 OPENMP_WAIT_VARS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables for how OpenMP's threads wait; its runtime reads them when torch is imported."""
 _OPENMP_PASSIVE_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -44,7 +46,7 @@ def option_from_env(name: str) -> str | None:
 
     ``option_from_env("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN.
     """
-    return os.environ.get("MODELMILL_" + name.upper())
+    return os.environ.get(VARIABLE_PREFIX + name.upper())
 
 
 NON_FLAG_VARIABLES = (
@@ -56,9 +58,10 @@ NON_FLAG_VARIABLES = (
 """Variables of modelmill that are not those of a command line flag."""
 
 
-def modelmill_variables() -> list[str]:
-    """Return the names of all variables that begin with MODELMILL_, sorted."""
-    return sorted(name for name in os.environ if name.startswith("MODELMILL_"))
+def flag_like_variables() -> set[str]:
+    """Return the variables that begin with MODELMILL_ and are no others of modelmill's."""
+    named = {name for name in os.environ if name.startswith(VARIABLE_PREFIX)}
+    return named - set(NON_FLAG_VARIABLES)
 
 
 def first_visible_gpu() -> str | None:

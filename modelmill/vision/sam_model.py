@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -478,7 +477,7 @@ class SamModel:
         return masks
 
     def _upsample_in_pieces(
-        self, embedding: ImageEmbedding, logits: Sequence[torch.Tensor]
+        self, embedding: ImageEmbedding, logits: list[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, int]]:
         """Upsample masks [4·G, 4·G], a few at a time.
 
@@ -488,22 +487,23 @@ class SamModel:
             Each mask's packed pixels [height, ceil(width / 8)] on the CPU and its area.
         """
         step = max(1, _MAX_PIXELS_PER_UPSAMPLING // (embedding.size[0] * embedding.size[1]))
-        waiting: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]] = deque()
+        pending: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None] | None = None
         for start in range(0, len(logits), step):
             big, _, areas, _ = self.vision.ops.upsample_masks(
                 UpsampleMasksInputs(
-                    torch.stack(list(logits[start : start + step])),
+                    torch.stack(logits[start : start + step]),
                     self.image_size,
                     embedding.encoder_size,
                     embedding.size,
                 )
             )
             copies = to_pinned_host(pack_mask_bits(big)), to_pinned_host(areas)
-            waiting.append((*copies, _record_event(big.device)))
-            if len(waiting) > 1:
-                yield from _wait_for_piece(*waiting.popleft())
-        while waiting:
-            yield from _wait_for_piece(*waiting.popleft())
+            started = *copies, _record_event(big.device)
+            if pending is not None:
+                yield from _wait_for_piece(*pending)
+            pending = started
+        if pending is not None:
+            yield from _wait_for_piece(*pending)
 
 
 def _clean_and_deduplicate_masks(masks: list[Mask], options: AutomaticMaskOptions) -> list[Mask]:
