@@ -257,8 +257,9 @@ def _parse_image_messages(messages: object) -> list[ImageChatMessage]:
             )
         if role == "system" and index:
             raise RequestError(f"messages[{index}]: the system message must come first")
-        if role != "user" and any(isinstance(part, ImagePart) for part in parts):
-            raise RequestError(f"messages[{index}]: only user messages may have pictures")
+        picture = next((part for part in parts if isinstance(part, ImagePart)), None)
+        if role != "user" and picture is not None:
+            raise RequestError(f"{picture.location}: only user messages may have pictures")
         settings.append(ImageChatMessage(role, message["content"], parts))
     return settings
 

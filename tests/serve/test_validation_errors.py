@@ -144,7 +144,7 @@ def test_one_line_names_the_field_and_what_it_takes(
          "ignore_eos"),
         ("chat/completions", {**TALK, "messages": [{"role": "user", "content": [
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]},
-         "messages[0].content[0]: the model has no vision encoder; give text parts only",
+         "messages[0].content[0]: the model has no vision encoder; give text only",
          "messages"),
         ("chat/completions", {**TALK, "messages": [{"role": "user", "content": "x" * 3000}]}, None,
         "messages"),

@@ -18,6 +18,7 @@ from modelmill.serve.call_constraint import constrain_calls
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
+from modelmill.serve.image_fields import ImageFields, name_image_as_sent
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
 from modelmill.serve.reasoning_tokens import ReasoningTokenCounter, count_reasoning_tokens
 from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
@@ -113,6 +114,7 @@ def converted_chat_request_state(
     chat: ChatRequest,
     max_model_len: int,
     rename_fields: Callable[[str], str],
+    image_fields: ImageFields,
 ) -> RequestOutputState:
     """Check a conversation of another API, and convert it to a request of an engine.
 
@@ -122,12 +124,16 @@ def converted_chat_request_state(
         max_model_len: tokens that the engine takes.
         rename_fields: turns an error or a warning about the chat request into one about that API's
             fields.
+        image_fields: of that API's request.
 
     Raises:
         RequestError: the request is invalid.
     """
 
     def rename(text: str) -> str:
+        image_error = name_image_as_sent(text, chat.messages, image_fields)
+        if image_error is not None:
+            return image_error
         return rename_fields(text).replace("continue_final_message", CONTINUE_FINAL_MESSAGE_WORDING)
 
     try:

@@ -265,6 +265,7 @@ def _prepare_chat(
         chat_body,
         max_model_len,
         lambda text: text.replace("response_format", "format"),
+        body.image_fields,
     )
 
 
