@@ -26,7 +26,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """Code of a prompt that is too long; agents shorten the conversation then."""
 MAX_MESSAGE_CHARS = 500
 """Longest message in characters."""
-PROMPT_FIELDS = ("input", "messages", "prompt", "tokens", "content")
+PROMPT_FIELDS = ("input", "messages", "input_prefix", "prompt", "tokens", "content")
 """Fields that a message about the prompt, or the messages, is about."""
 _WORD = re.compile(r"[a-z_]+")
 

@@ -111,6 +111,10 @@ class OllamaGenerationFields(OllamaModelFields):
         """Whether the answer has log-probabilities."""
         return bool(self.logprobs or self.top_logprobs)
 
+    def rename_error_fields(self, text: str) -> str:
+        """Rewrite an error about the converted request to name the fields of this API."""
+        return text.replace("response_format", "format")
+
     def response_format(self) -> ResponseFormat | None:
         """The constraint on the answer.
 

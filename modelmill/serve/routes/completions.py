@@ -58,6 +58,9 @@ class ConvertsToCompletion(Protocol):
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request."""
 
+    def rename_error_fields(self, text: str) -> str:
+        """Rewrite an error about the completion request to name the fields of that API."""
+
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Any:
@@ -89,9 +92,12 @@ async def submit_converted_completion(
     def prepare(
         text_processor: TextProcessor, limits: RequestLimits
     ) -> tuple[CompletionRequest, list[RequestOutputState]]:
-        completion = body.to_completion_request()
-        completion.check()
-        return completion, completion_request_states(text_processor, completion, limits)
+        try:
+            completion = body.to_completion_request()
+            completion.check()
+            return completion, completion_request_states(text_processor, completion, limits)
+        except RequestError as error:
+            raise error.reworded(body.rename_error_fields(str(error))) from None
 
     (completion, _), handle = await prepare_and_submit_requests(
         request, engine, prepare, engine.request_limits, get_states=lambda prepared: prepared[1]
@@ -159,7 +165,7 @@ def _prompt_and_stop_token_ids(
             add_special=body.add_special_tokens is not False,
         )
     elif body.infill_suffix is not None and tokenizer is not None:
-        text_processor.check_prompt_length(body.infill_suffix, max_model_len)
+        _check_suffix_length(text_processor, body.infill_suffix, max_model_len)
         encoded, marks = encode_infill_with_fim_tokens(tokenizer, prompt, body.infill_suffix)
         ends = marks.ends
     elif parses or body.add_special_tokens is False or kept is not None:
@@ -174,6 +180,14 @@ def _prompt_and_stop_token_ids(
     if kept is not None and not isinstance(encoded, str):
         encoded = encoded[-kept:]
     return encoded, ends
+
+
+def _check_suffix_length(text_processor: TextProcessor, suffix: str, max_model_len: int) -> None:
+    """As ``check_prompt_length``, of the suffix."""
+    try:
+        text_processor.check_prompt_length(suffix, max_model_len)
+    except RequestError as error:
+        raise error.reworded(str(error).replace("the prompt", "suffix", 1)) from None
 
 
 def _parses_special_tokens(text_processor: TextProcessor, body: CompletionRequest) -> bool:
