@@ -147,7 +147,8 @@ class ImageChatFormat(CodedChatFormat):
         options = template.get("options")
         if options:
             raise RequestError(
-                f"this model's conversations have no option {sorted(options)[0][:40]!r}"
+                f"the template option {sorted(options)[0][:40]!r} is unknown: this model's "
+                "conversations have no option; leave it out"
             )
         return _merge_adjacent_texts(
             self._format_texts_and_images(_parse_image_messages(messages), add_generation_prompt)
