@@ -30,7 +30,7 @@ PROMPT_FIELDS = ("input", "messages", "input_prefix", "prompt", "tokens", "conte
 """Fields that a message about the prompt, or the messages, is about."""
 TEMPLATE_OPTIONS_FIELD, TEMPLATE_OPTION_SUBJECT = "chat_template_kwargs", "the template option"
 """The field with a chat template's options, and how a message about one of them begins."""
-_WORD = re.compile(r"[a-z_]+")
+_WORD = re.compile(r"[a-z_][a-z_0-9]*")
 
 
 class ApiError(Exception):

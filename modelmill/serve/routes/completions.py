@@ -30,6 +30,7 @@ from modelmill.serve.request_options import (
 )
 from modelmill.serve.routes.common import (
     acquire_engine,
+    naming_prompt,
     openai_finish_reason,
     prepare_and_submit_requests,
     random_id,
@@ -119,20 +120,23 @@ def completion_request_states(
         )
     params, grammar = sampling_params_with_bad_words(text_processor, body), body.validated_grammar()
     states: list[RequestOutputState] = []
-    for prompt in prompts:
-        encoded, stop_ids = _prompt_and_stop_token_ids(text_processor, body, prompt, limits.max_len)
-        key = "prompt" if isinstance(encoded, str) else "prompt_token_ids"
-        ends = tuple(dict.fromkeys((*params.stop_token_ids, *stop_ids)))
-        states.append(
-            text_processor.request(
-                {key: encoded, "cache_salt": cache_salt_or_random(body)},
-                replace(params, stop_token_ids=ends),
-                grammar=grammar,
+    for index, prompt in enumerate(prompts):
+        with naming_prompt(f"prompt[{index}]" if len(prompts) > 1 else None):
+            encoded, stop_ids = _prompt_and_stop_token_ids(
+                text_processor, body, prompt, limits.max_len
             )
-        )
-        if body.echo:
-            states[-1].set_echo_text()
-        check_request(states[-1].request, limits)
+            key = "prompt" if isinstance(encoded, str) else "prompt_token_ids"
+            ends = tuple(dict.fromkeys((*params.stop_token_ids, *stop_ids)))
+            states.append(
+                text_processor.request(
+                    {key: encoded, "cache_salt": cache_salt_or_random(body)},
+                    replace(params, stop_token_ids=ends),
+                    grammar=grammar,
+                )
+            )
+            if body.echo:
+                states[-1].set_echo_text()
+            check_request(states[-1].request, limits)
         _check_total_prompt_logprobs(states, body, limits.max_len)
     _warn_about_special_tokens(text_processor, body)
     return states
