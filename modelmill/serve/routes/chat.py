@@ -310,12 +310,17 @@ class AnswerRecordingParser:
         if self.parser is not None and self._counter is not None:
             pieces = self._counter.push(text, num_tokens)
             if ended is not None:
-                pieces += self.parser.flush(is_cut_by_length_or_stop(ended, self._call_stops))
+                pieces += self._flush_parser(self.parser, ended)
         self._pieces += pieces
         if ended is not None and not isinstance(ended.stop_reason, str):
             answer = collect_answer(self._pieces)
             self._text_processor.remember_answer(self._state, ended.token_ids, answer)
         return pieces
+
+    def _flush_parser(self, parser: AnswerParser, ended: CompletionOutput) -> list[AnswerPiece]:
+        cut = is_cut_by_length_or_stop(ended, self._call_stops)
+        forced = cut and parser.in_reasoning and self._state.ends_in_forced_mark(ended.token_ids)
+        return parser.flush(cut, forced_mark=forced)
 
 
 class ChatResponseBuilder(EventFormatter):
