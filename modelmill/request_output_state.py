@@ -13,6 +13,7 @@ from modelmill.text.answer_history import PromptTail
 from modelmill.text.answer_pieces import BegunPart
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.stop_matcher import StopMatcher
+from modelmill.text.thinking_budget import ends_in_forced_mark
 from modelmill.text.thinking_scanner import AnswerThinkingSyntax, ThinkingScanner
 from modelmill.text.tokenizer_loader import Tokenizer
 
@@ -65,6 +66,7 @@ class RequestOutputState:
         params = request.params
         self.start_time = time.perf_counter()  # output.seconds counts from here
         self._prompt_computed = False
+        self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None:
             skip = params.skip_special_tokens
@@ -100,6 +102,12 @@ class RequestOutputState:
     def make_answer_detokenizer(self) -> Detokenizer | None:
         """A detokenizer at the beginning of an answer; None for an ids-only engine."""
         return None if self._detokenizer is None else self._detokenizer.fork()
+
+    def ends_in_forced_mark(self, ids: Sequence[int]) -> bool:
+        """Whether an answer was cut inside the mark that a budget of thinking forced."""
+        return self._tokenizer is not None and ends_in_forced_mark(
+            self._tokenizer, self.request.grammar, ids
+        )
 
     def set_echo_text(self) -> None:
         """Set ``echo_text`` to the prompt's text. Call it once, before any ``process``.

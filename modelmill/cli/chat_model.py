@@ -115,5 +115,8 @@ class LocalChatModel:
         for delta in self.llm.stream_request(request):
             pieces: list[AnswerPiece] = [delta.text] if parser is None else parser.push(delta.text)
             if parser is not None and delta.finish_reason is not None:
-                pieces += parser.flush(delta.finish_reason != "stop")
+                cut = delta.finish_reason != "stop"
+                ids = delta.output.outputs[0].token_ids
+                forced = cut and parser.in_reasoning and request.ends_in_forced_mark(ids)
+                pieces += parser.flush(cut, forced_mark=forced)
             yield ChatDelta([piece for piece in pieces if piece != ""], delta.output)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modelmill.core.errors import RequestError
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import (
@@ -22,8 +23,13 @@ from modelmill.serve.compaction import (
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.discriminated_unions import make_converted_request
 from modelmill.serve.engine_client import max_tokenize_tokens
+from modelmill.serve.image_fields import name_image_as_sent
 from modelmill.serve.message_fitting import FittedMessages, fit_messages
-from modelmill.serve.responses_schema import CompactRequest, items_to_messages
+from modelmill.serve.responses_schema import (
+    CompactRequest,
+    items_to_messages,
+    iter_image_fields,
+)
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.text_processor import TextProcessor
 
@@ -67,13 +73,17 @@ class Compactor:
         self._text_processor, self._body = text_processor, body
         self._max_model_len = max_model_len
 
-    def plan(self, items: Sequence[Any]) -> CompactionPlan:
+    def plan(self, items: Sequence[Any], num_earlier: int = 0) -> CompactionPlan:
         """Plan the compaction of these items.
+
+        Args:
+            items: of the conversation.
+            num_earlier: how many of them ``previous_response_id`` stands for.
 
         Raises:
             RequestError: an item is invalid, or there is no room for a summary.
         """
-        num_tokens = self.count_tokens(items)
+        num_tokens = self._count_sent_tokens(items, num_earlier)
         kept, warnings = self._newest_user_messages_and_warnings(items)
         saved = num_tokens - self.count_tokens(compacted_items(kept, "", ""))
         if saved < MIN_SAVED_TOKENS:
@@ -112,6 +122,17 @@ class Compactor:
         """Tokens of the prompt that the items make."""
         messages = items_to_messages(list(items), self._body.instructions)
         return len(self._make_request_state(messages).request.prompt)
+
+    def _count_sent_tokens(self, items: Sequence[Any], num_earlier: int) -> int:
+        """As ``count_tokens``; an error about a picture names the client's field."""
+        try:
+            return self.count_tokens(items)
+        except RequestError as error:
+            messages = items_to_messages(list(items), self._body.instructions)
+            named = name_image_as_sent(
+                str(error), messages, lambda: iter_image_fields(items, num_earlier)
+            )
+            raise error if named is None else error.reworded(named) from None
 
     def _summary_limit(self, saved: int) -> int:
         """Tokens of the summary.

@@ -26,9 +26,11 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """Code of a prompt that is too long; agents shorten the conversation then."""
 MAX_MESSAGE_CHARS = 500
 """Longest message in characters."""
-PROMPT_FIELDS = ("input", "messages", "prompt", "tokens", "content")
+PROMPT_FIELDS = ("input", "messages", "input_prefix", "prompt", "tokens", "content")
 """Fields that a message about the prompt, or the messages, is about."""
-_WORD = re.compile(r"[a-z_]+")
+TEMPLATE_OPTIONS_FIELD, TEMPLATE_OPTION_SUBJECT = "chat_template_kwargs", "the template option"
+"""The field with a chat template's options, and how a message about one of them begins."""
+_WORD = re.compile(r"[a-z_][a-z_0-9]*")
 
 
 class ApiError(Exception):
@@ -133,9 +135,11 @@ def to_api_error(
 def _field_in_message(
     text: str, field_names: frozenset[str], sent_fields: frozenset[str]
 ) -> str | None:
-    """The field that a message begins with, or of the prompt that it is about."""
+    """The field that a message begins with, or of the prompt or option that it is about."""
     word = _WORD.match(text)
     if word is not None and word[0] in field_names:
         return word[0]
+    if text.startswith(TEMPLATE_OPTION_SUBJECT) and TEMPLATE_OPTIONS_FIELD in sent_fields:
+        return TEMPLATE_OPTIONS_FIELD
     prompt_field = next((name for name in PROMPT_FIELDS if name in sent_fields), None)
     return prompt_field if text.startswith(("the prompt", "the messages")) else None

@@ -576,3 +576,27 @@ class ErrorResponse(BaseModel):
     """Body of every error."""
 
     error: ErrorDetail
+
+
+class LlamaCppErrorDetail(BaseModel):
+    """Details of an error of llama.cpp's own paths."""
+
+    code: int = Field(description="the status of the response")
+    message: str
+    type: str
+    param: str | None
+    n_prompt_tokens: int | None = Field(None, description="of a prompt that is too long")
+    n_ctx: int | None = Field(None, description="tokens that such a prompt may have")
+
+
+class LlamaCppErrorResponse(BaseModel):
+    """Body of every error of these paths."""
+
+    error: LlamaCppErrorDetail
+
+
+LLAMA_CPP_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": LlamaCppErrorResponse}
+    for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+}
+"""Errors in the OpenAPI document, in place of those of the other paths."""

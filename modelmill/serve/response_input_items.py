@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from modelmill.core.errors import RequestError
+from modelmill.serve.errors import invalid_request
 from modelmill.serve.response_store import StoredResponse
 
 Order = Literal["asc", "desc"]
@@ -23,7 +23,7 @@ def list_input_items(
         after: id of the last item of the page before.
 
     Raises:
-        RequestError: if no item has the id ``after``.
+        ApiError: 400, no item has the id ``after``.
     """
     suffix = str(stored.response["id"]).partition("_")[2]
     items = [
@@ -36,7 +36,7 @@ def list_input_items(
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:
-            raise RequestError(f"after: the input has no item {after[:80]!r}")
+            raise invalid_request(f"after: the input has no item {after[:80]!r}", "after")
         begin = len(ids) - ids[::-1].index(after)  # a client may have named two items alike
     page = items[begin : begin + limit]
     return {

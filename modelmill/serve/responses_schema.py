@@ -6,7 +6,7 @@ A request with ``previous_response_id`` gets the items of that response before i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -368,6 +368,10 @@ class ResponsesRequest(SamplingFields):
                 f"{INCLUDE_LOGPROBS} and {INCLUDE_ENCRYPTED_REASONING}"
             )
 
+    def image_fields(self, num_earlier: int) -> Iterator[str]:
+        """The fields of the pictures, in order; see ``iter_image_fields``."""
+        return iter_image_fields([] if isinstance(self.input, str) else self.input, num_earlier)
+
     @property
     def wants_encrypted_reasoning(self) -> bool:
         """Whether reasoning items have their text as ``encrypted_content``, too."""
@@ -506,6 +510,27 @@ def items_to_messages(
             f"{MAX_ITEMS} are allowed"
         )
     return messages
+
+
+def iter_image_fields(items: Sequence[Any], num_earlier: int) -> Iterator[str]:
+    """Yield the fields of the pictures of valid items, in order.
+
+    Args:
+        items: of the conversation.
+        num_earlier: how many of them ``previous_response_id`` stands for.
+    """
+    for index, item in enumerate(items):
+        key = "output" if "output" in item else "content"
+        parts = item.get(key)
+        if not isinstance(parts, list) or item.get("type") == "reasoning":
+            continue
+        for number, part in enumerate(parts):
+            if part["type"] != "input_image":
+                continue
+            if index < num_earlier:
+                yield "previous_response_id: a picture of an earlier item"
+            else:
+                yield f"input[{index - num_earlier}].{key}[{number}]"
 
 
 def _append_item_as_message(

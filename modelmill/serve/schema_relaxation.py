@@ -19,6 +19,7 @@ from modelmill.core.quoting import quote, truncate_to_one_line
 from modelmill.core.types import Grammar
 from modelmill.serve.disjoint_schemas import are_alternatives_disjoint
 from modelmill.text.grammar import check_grammar
+from modelmill.text.parameter_types import resolve_pointer
 
 ENFORCED_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -293,9 +294,7 @@ class SchemaRelaxer:
         """What a reference to a definition of the schema means; {} for another one."""
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema if isinstance(schema, Mapping) else {}
-        target: Any = self._root
-        for part in str(schema["$ref"]).removeprefix("#/").split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
+        target = resolve_pointer(schema["$ref"], self._root)
         is_plain = isinstance(target, Mapping) and "$ref" not in target
         return target if is_plain else {"$ref": schema["$ref"]}
 

@@ -49,6 +49,11 @@ class RerankRequest(EngineRequestFields):
                 raise RequestError(f"{name}[{index}] must be a text, or an object with a text")
         return [str(text) for text in texts]
 
+    def name_text(self, index: int) -> str:
+        """The field of the query (0), or of a document."""
+        name = "documents" if self.texts is None else "texts"
+        return f"{name}[{index - 1}]" if index else "query"
+
 
 class ScoreRequest(EngineRequestFields):
     """Request body of POST /v1/score."""
@@ -80,6 +85,16 @@ class ScoreRequest(EngineRequestFields):
                 f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many"
             )
         return list(zip(first, second, strict=True))
+
+    def name_text(self, text: str) -> str:
+        """The first field that has this text."""
+        for name in ("queries", "text_1", "documents", "text_2"):
+            value = getattr(self, name)
+            if value == text:
+                return name
+            if isinstance(value, list) and text in value:
+                return f"{name}[{value.index(text)}]"
+        raise AssertionError("the text is of a pair")
 
 
 def _as_list(texts: str | list[str] | None) -> list[str]:

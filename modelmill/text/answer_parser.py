@@ -32,7 +32,7 @@ from modelmill.text.validated_call_reader import ValidatedCallReader
 MIN_CUT_MARK_CHARS = 3
 """Where a limit cut an answer off, that many characters of a mark at its end are not content.
 
-Directly behind a call one character is enough.
+Directly behind a call, and where a budget of thinking forced the mark, one character is enough.
 """
 TOOL_CALL_READERS: dict[str, type[ToolCallReader]] = {
     "json": JsonCallReader,
@@ -62,6 +62,7 @@ class AnswerParser(ABC):
         self._blanks: list[str] = []
         self._follows_blank = False
         self._in_reasoning = False
+        self._ends_in_forced_mark = False
         self.num_thoughts = 0
 
     @property
@@ -96,8 +97,14 @@ class AnswerParser(ABC):
         while self._buffer and self._mode():
             pass
 
-    def flush(self, cut: bool = False) -> list[AnswerPiece]:
-        """Return what is still buffered; cut: the answer was cut off by a limit."""
+    def flush(self, cut: bool = False, *, forced_mark: bool = False) -> list[AnswerPiece]:
+        """Return what is still buffered.
+
+        Args:
+            cut: the answer was cut off by a limit.
+            forced_mark: that was inside the mark after the thinking, which a budget had forced.
+        """
+        self._ends_in_forced_mark = forced_mark
         self._consume_text("")
         return self._flush_buffer(cut)
 
@@ -217,7 +224,9 @@ class MarkedAnswerParser(AnswerParser):
             if self._mode == self._detect_thinking_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
             size = longest_suffix_overlap_length(rest, marks)
-            is_mark = size >= MIN_CUT_MARK_CHARS or self._output.follows_call
+            is_mark = (
+                size >= MIN_CUT_MARK_CHARS or self._output.follows_call or self._ends_in_forced_mark
+            )
             rest = rest[: len(rest) - size] if is_mark else rest
         if self.in_reasoning:
             self._output.add_reasoning(rest)

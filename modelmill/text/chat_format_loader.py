@@ -359,7 +359,9 @@ class TemplateChatFormat(ChatFormat):
         }
         for key, value in rename_thinking_variable(options or {}, template).items():
             if key in RESERVED_VARIABLES or key in self._tokenizer.template_names:
-                raise RequestError(f"the template option {key!r} is set by the engine")
+                raise RequestError(
+                    f"the template option {key!r} is set by the engine; leave it out"
+                )
             check_json_data(value, f"the template option {key[:40]!r}")
             request_variables[key] = value
         return template, request_variables

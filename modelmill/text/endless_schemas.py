@@ -76,9 +76,7 @@ def _required_alternatives(schema: Schema, root: Any) -> Iterator[list[Schema]]:
         groups.append(schema.get(key))
     groups += [[each] for each in _as_list(schema.get("allOf"))]
     if schema.get("type") == "object":
-        properties, names = schema.get("properties"), _as_list(schema.get("required"))
-        if isinstance(properties, Mapping):
-            groups += [[properties.get(name)] for name in names if isinstance(name, str)]
+        groups += _required_properties(schema)
     if schema.get("type") == "array" and type(schema.get("minItems")) is int:
         first = _as_list(schema.get("prefixItems"))
         groups += [[each] for each in first[: schema["minItems"]]]
@@ -90,10 +88,22 @@ def _required_alternatives(schema: Schema, root: Any) -> Iterator[list[Schema]]:
             yield group
 
 
+def _required_properties(schema: Schema) -> Iterator[list[Any]]:
+    """Yield the schema of each required property; which pattern fits a name is not decided."""
+    listed = schema.get("properties")
+    properties = listed if isinstance(listed, Mapping) else {}
+    others = None if "patternProperties" in schema else schema.get("additionalProperties")
+    for name in _as_list(schema.get("required")):
+        if isinstance(name, str):
+            yield [properties.get(name, others)]
+
+
 def _optional_parts(schema: Schema) -> list[Any]:
     """Return the schemas of properties and items, required or not."""
-    properties = schema.get("properties")
-    parts = list(properties.values()) if isinstance(properties, Mapping) else []
+    parts: list[Any] = []
+    for key in ("properties", "patternProperties"):
+        properties = schema.get(key)
+        parts += properties.values() if isinstance(properties, Mapping) else []
     parts += [schema.get("items"), schema.get("additionalProperties")]
     return parts + _as_list(schema.get("prefixItems"))
 

@@ -87,7 +87,7 @@ def _compute_first_mask(matcher: Any, grammar: Grammar) -> None:
 def _refuse_endless_schema(grammar: Grammar) -> None:
     """Raise RequestError if a JSON schema, or a part of it, has no finite value."""
     inner = _inner_grammar(grammar)
-    if inner is None or inner.grammar_type not in ("json", "calls"):
+    if inner is None or inner.grammar_type not in ("json", "calls") or "$ref" not in inner.text:
         return
     value = json.loads(inner.text)
     if inner.grammar_type == "calls":
@@ -178,6 +178,7 @@ class GuideFactory:
                 self._tokens, text, limits=_parser_limits(self._lib), log_level=0
             )
         _compute_first_mask(matcher, grammar)
+        _refuse_endless_schema(grammar)
         own_ends = set(ends)
         if not own_ends.intersection(self._ends):
             raise RequestError("structured output needs an end of the answer; leave ignore_eos out")

@@ -147,7 +147,8 @@ class ImageChatFormat(CodedChatFormat):
         options = template.get("options")
         if options:
             raise RequestError(
-                f"this model's conversations have no option {sorted(options)[0][:40]!r}"
+                f"the template option {sorted(options)[0][:40]!r} is unknown: this model's "
+                "conversations have no option; leave it out"
             )
         return _merge_adjacent_texts(
             self._format_texts_and_images(_parse_image_messages(messages), add_generation_prompt)
@@ -257,8 +258,9 @@ def _parse_image_messages(messages: object) -> list[ImageChatMessage]:
             )
         if role == "system" and index:
             raise RequestError(f"messages[{index}]: the system message must come first")
-        if role != "user" and any(isinstance(part, ImagePart) for part in parts):
-            raise RequestError(f"messages[{index}]: only user messages may have pictures")
+        picture = next((part for part in parts if isinstance(part, ImagePart)), None)
+        if role != "user" and picture is not None:
+            raise RequestError(f"{picture.location}: only user messages may have pictures")
         settings.append(ImageChatMessage(role, message["content"], parts))
     return settings
 

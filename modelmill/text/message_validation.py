@@ -151,8 +151,7 @@ def _validated_content(
         )
         if isinstance(part, Mapping) and part.get("type") == "image_url":
             raise RequestError(
-                f"{location}.content[{index}]: the model has no vision encoder; "
-                "give text parts only"
+                f"{location}.content[{index}]: the model has no vision encoder; give text only"
             )
         if not isinstance(text, str):
             raise RequestError(f'{location}.content[{index}] must be {{"type": "text", "text": …}}')

@@ -150,9 +150,13 @@ class PromptFormat(CodedChatFormat):
         Raises:
             RequestError: for messages, tools or options that the format does not have.
         """
-        if tools or options:
-            what = "tools" if tools else f"option {sorted(options or {})[0][:40]!r}"
-            raise RequestError(f"the chat format {self.name} has no {what}")
+        if tools:
+            raise RequestError(f"the chat format {self.name} has no tools")
+        if options:
+            raise RequestError(
+                f"the template option {sorted(options)[0][:40]!r} is unknown: the chat format "
+                f"{self.name} has no option; leave it out"
+            )
         system, turns = "", list[TurnMessage]()
         for index, message in enumerate(validate_messages(messages)):
             role, content = message["role"], message["content"]

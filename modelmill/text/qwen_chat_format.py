@@ -85,7 +85,10 @@ class QwenChatFormat(CodedChatFormat):
     ) -> tuple[list[tuple[str, str]], bool]:
         """Return (role and text of each kept block, whether to continue the last answer)."""
         if options:
-            raise RequestError("Qwen's chat format has no template options")
+            raise RequestError(
+                f"the template option {sorted(options)[0][:40]!r} is unknown: Qwen's chat format "
+                "has no option; leave it out"
+            )
         conversation = validate_messages(messages)
         if not react.conversation_uses_tools(conversation, tools):
             system, history, query = self._split_system_history_query(conversation)

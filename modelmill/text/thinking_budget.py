@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from modelmill.core.types import Guide
+from modelmill.core.types import Grammar, Guide
 from modelmill.text.detokenizer import IncrementalUtf8Decoder
 from modelmill.text.json_normalizer import suffix_overlap
 from modelmill.text.tokenizer_base import Tokenizer
@@ -73,6 +74,24 @@ class ThinkingBudget:
             self._begun, self._text = True, text[len(self._open) :]
         elif text and suffix_overlap(text, self._open) != len(text):
             self._ended = True
+
+
+def ends_in_forced_mark(tokenizer: Tokenizer, grammar: Grammar | None, ids: Sequence[int]) -> bool:
+    """Return whether an answer that was cut ends in a closing mark that a budget forced.
+
+    Args:
+        tokenizer: the engine's.
+        grammar: of the request.
+        ids: the tokens of the answer.
+    """
+    value = json.loads(grammar.text) if grammar and grammar.grammar_type == "answer" else {}
+    if value.get("budget") is None:
+        return False
+    budget, forced = ThinkingBudget(tokenizer, 0, value), False
+    for token in ids:
+        forced = budget.next_forced_token() == token
+        budget.accept(token)
+    return forced and not budget.ended
 
 
 class ThinkingBudgetGuide:

@@ -9,6 +9,7 @@ from typing import Any
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
+from modelmill.text.parameter_types import resolve_pointer
 
 Schema = Mapping[str, Any]
 MAX_FORCED_CALLS = 16
@@ -232,15 +233,7 @@ def _resolve_ref(schema: Any, root: Schema) -> Schema | None:
     """Return a schema, or the definition that it refers to; None if that does not exist."""
     if not isinstance(schema, Mapping) or "$ref" not in schema:
         return schema if isinstance(schema, Mapping) else None
-    steps = str(schema["$ref"]).split("/")
-    definitions = (
-        root.get(steps[1])
-        if len(steps) == 3 and steps[0] == "#" and steps[1] in ("$defs", "definitions")
-        else None
-    )
-    target = (
-        definitions.get(steps[2]) if isinstance(definitions, Mapping) and len(schema) == 1 else None
-    )
+    target = resolve_pointer(schema["$ref"], root) if len(schema) == 1 else None
     return target if isinstance(target, Mapping) and "$ref" not in target else None
 
 

@@ -12,6 +12,7 @@ from modelmill.core.errors import MissingDependency
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from modelmill.serve import json_logs
+from modelmill.serve.dialects.error_format import LLAMA_CPP_PATHS
 from modelmill.serve.engine_client import max_tokenize_tokens
 from tests.serve.service_thread import ServiceThread
 
@@ -366,6 +367,7 @@ def test_the_openapi_document_tells_what_is_answered(running: ServiceThread) -> 
     } <= set(document["paths"])
     for path, operations in document["paths"].items():
         dialect = "Ollama" if path.startswith("/api/") else "Anthropic" * ("/messages" in path)
+        dialect = "LlamaCpp" if path in LLAMA_CPP_PATHS else dialect
         for operation in operations.values():
             assert "422" not in operation["responses"]
             content = operation["responses"]["400"]["content"]["application/json"]["schema"]

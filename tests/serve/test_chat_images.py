@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import zlib
 from collections.abc import Iterator
@@ -162,6 +163,33 @@ def test_bad_pictures_are_refused(image_service: ServiceThread, source: str, say
     assert answer.status == 400
     assert says in answer.json["error"]["message"]
     assert "passwd" not in answer.json["error"]["message"]
+
+
+def test_an_unreadable_picture_has_the_clients_name(image_service: ServiceThread) -> None:
+    """Each request has a good picture first, and a text of the system."""
+    good, bad = encode_image(random_photo()), b"no picture"
+    sent = [base64.b64encode(each).decode() for each in (good, bad)]
+    urls = [f"data:image/png;base64,{each}" for each in sent]
+    sources = [{"type": "base64", "media_type": "image/png", "data": each} for each in sent]
+    blocks = [{"type": "image", "source": each} for each in sources]
+    parts = [{"type": "input_image", "image_url": each} for each in urls]
+    bodies: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/messages",
+         {"system": "a", "max_tokens": 2, "messages": [{"role": "user", "content": blocks}]},
+         "messages[0].content[1]"),
+        ("/v1/responses", {"instructions": "a", "input": [{"role": "user", "content": parts}]},
+         "input[0].content[1]"),
+        ("/api/chat",
+         {"messages": [{"role": "system", "content": "a"},
+                       {"role": "user", "content": "What?", "images": sent}]},
+         "messages[1].images[1]"),
+        ("/api/generate", {"system": "a", "prompt": "What?", "images": sent}, "images[1]"),
+    ]  # fmt: skip
+    for path, body, name in bodies:
+        answer = image_service.post(path, {"model": "stories", **body})
+        assert answer.status == 400
+        error = answer.json["error"]
+        assert (error if isinstance(error, str) else error["message"]).startswith(f"{name} ")
 
 
 def test_the_servers_own_limit_of_pixels(image_service: ServiceThread) -> None:

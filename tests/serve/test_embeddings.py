@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,34 @@ WRONG: list[tuple[Any, str]] = [
     ({"input": [3] * 600, "truncate_prompt_tokens": 513}, "tokens, this engine takes"),
     ({}, "field required"),
 ]
+
+
+LONG_TEXT, LONG_IDS = "a " * 600, [3] * 600
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b", LONG_TEXT]}, "input[2]: the prompt has"),
+        ("/v1/embeddings", {"input": [[3], LONG_IDS]}, "input[1]: the prompt has"),
+        ("/v1/embeddings", {"input": [[3], [1 << 20]]}, "input[1]: the prompt's token ids"),
+        ("/api/embed", {"input": ["a", LONG_TEXT], "truncate": False}, "input[1]: the prompt has"),
+        ("/v1/completions", {"prompt": [[3], LONG_IDS]}, "prompt[1]: the prompt has"),
+        ("/v1/rerank", {"query": LONG_TEXT, "documents": ["a"]}, "query: the prompt has"),
+        ("/v1/rerank", {"query": "a", "texts": ["a", {"text": LONG_TEXT}]}, "texts[1]: the prompt"),
+        ("/v1/score", {"text_1": "a", "text_2": ["a", "b", LONG_TEXT]}, "text_2[2]: the prompt"),
+        ("/v1/score", {"queries": LONG_TEXT, "documents": ["a"]}, "queries: the prompt has"),
+    ],
+)
+def test_of_several_texts_the_wrong_one_is_named(
+    running: ServiceThread, path: str, body: dict[str, Any], name: str
+) -> None:
+    response = running.post(path, {"model": "stories", **body})
+    assert response.status == 400, response.body
+    error = response.json["error"]
+    assert (error if isinstance(error, str) else error["message"]).startswith(name)
+    if not isinstance(error, str):
+        assert error["param"] == re.split(r"[\[:]", name)[0]
 
 
 @pytest.mark.parametrize(("body", "message"), WRONG, ids=lambda value: str(value)[:50])

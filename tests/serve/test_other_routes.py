@@ -53,6 +53,33 @@ def test_tokenize_with_tools_counts_what_a_chat_counts(running: ServiceThread) -
     assert '"name": "f"' in text
 
 
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({}, "input_suffix", "input_suffix is not supported by this model"),
+        ({"input_suffix": "a" * 60_000}, "input_suffix", "input_suffix has 60000 characters"),
+        ({"input_prefix": "a" * 60_000}, "input_prefix", "the prompt has"),
+        ({"prompt": "a" * 60_000}, "input_prefix", "the prompt has"),
+    ],
+)
+def test_infill_names_its_own_fields(
+    running: ServiceThread, more: dict[str, str], param: str, words: str
+) -> None:
+    """The vocabulary has no marks, so that every one of these is refused."""
+    body = {"model": "stories", "input_prefix": "a", "input_suffix": "b", **more}
+    answer = running.post("/infill", body)
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == param
+    assert answer.json["error"]["message"].startswith(words)
+
+
+def test_a_schema_of_a_raw_prompt_is_named_as_in_ollamas_api(running: ServiceThread) -> None:
+    body = {"model": "stories", "prompt": "a", "raw": True, "format": {"type": "no"}}
+    answer = running.post("/api/generate", body)
+    assert answer.status == 400
+    assert answer.json["error"].startswith("format: ")
+
+
 def test_a_request_without_a_model(running: ServiceThread) -> None:
     for path, body in (
         ("/v1/chat/completions", {"messages": HI, "max_tokens": 1}),
@@ -292,7 +319,7 @@ def test_ids_as_text_under_both_names(running: ServiceThread) -> None:
 def test_infill_needs_a_vocabulary_with_marks(running: ServiceThread) -> None:
     body: dict[str, Any] = {"input_prefix": "a", "input_suffix": "b"}
     for extra, message in (
-        ([{"text": "c", "filename": "d", "time": 1}], "suffix is not supported by this model"),
+        ([{"text": "c", "filename": "d", "time": 1}], "input_suffix is not supported"),
         ([{"text": "c"}, {"filename": "d"}], "input_extra[1].text: field required"),
         ([{"text": 5}], "input_extra[0].text: must be a string"),
     ):

@@ -23,6 +23,7 @@ from modelmill.serve.response_body_models import OutputReasoning
 from modelmill.serve.response_items import ResponseItemsBuilder
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest, items_to_messages
 from modelmill.serve.routes.chat import (
+    AnswerRecordingParser,
     ChatResponseBuilder,
     _template_kwargs,
     chat_request_state,
@@ -95,6 +96,7 @@ def handle_of(
             )
         ),
         token_counts=lambda index: (1, 1, 0),
+        ends_in_forced_mark=lambda ids: False,
         make_answer_detokenizer=lambda: texts and SimpleNamespace(push=texts.__getitem__),
     )
     return SimpleNamespace(request_states=[state])
@@ -444,6 +446,44 @@ def test_a_strict_function_is_constrained_without_being_forced(processor: TextPr
     assert state.request.grammar is not None
     assert json.loads(json.loads(state.request.grammar.text)["answer"]["text"])["optional"]
     assert chat_request_state(processor, ChatRequest(**ASK, tools=[F]), 512).request.grammar is None
+
+
+def forced_mark_ids(processor: TextProcessor, state: Any, thinking: list[int]) -> list[int]:
+    """The tokens that alone are allowed behind this thinking."""
+    guide, ids = processor.make_guide(state.request, 262), list[int]()
+    for id in thinking:
+        guide.accept(id)
+    while True:
+        bits = int.from_bytes(guide.mask().tobytes(), "little")
+        if bits.bit_count() != 1:
+            return ids
+        ids.append(bits.bit_length() - 1)
+        guide.accept(ids[-1])
+
+
+def test_nothing_of_a_forced_mark_is_thinking(processor: TextProcessor) -> None:
+    """Wherever the answer is cut; the first characters of a mark that the model writes stay."""
+    tokenizer = processor.tokenizer
+    assert tokenizer is not None
+    thinking = [id for text in "a<b" for id in tokenizer.encode_pieces(["", text])]
+    options = {"enable_thinking": True}
+    body = ChatRequest(**ASK, thinking_token_budget=len(thinking), chat_template_kwargs=options)
+    free_body = ChatRequest(**ASK, chat_template_kwargs=options)
+    state = chat_request_state(processor, body, 512)
+    free_state = chat_request_state(processor, free_body, 512)
+
+    def reasoning(request: ChatRequest, state: Any, ids: list[int]) -> str:
+        output = CompletionOutput(0, tokenizer.decode(ids), ids, "length")
+        pieces = AnswerRecordingParser(request, processor, state).parse_whole_text(output)
+        return collect_answer(pieces).reasoning
+
+    mark = forced_mark_ids(processor, state, thinking)
+    assert tokenizer.decode(mark).startswith("\n</think>")
+    assert len(mark) > len("</think>"), "the mark has a token for each character"
+    for size in range(len(mark) + 1):
+        assert reasoning(body, state, thinking + mark[:size]) == "a<b"
+    assert reasoning(free_body, free_state, thinking + mark[:3]) == "a<b\n</"
+    assert reasoning(body, state, thinking[:2]) == "a<"
 
 
 def test_a_budget_for_a_model_that_does_not_think_is_refused() -> None:

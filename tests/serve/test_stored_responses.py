@@ -103,8 +103,9 @@ def test_pages_of_the_input_of_a_response() -> None:
     assert (rest["first_id"], rest["has_more"]) == ("msg_answer", False)
     newest = list_input_items(stored, "desc", 1, "fc_1")
     assert (newest["last_id"], newest["has_more"]) == ("msg_1_0", False)
-    with pytest.raises(RequestError, match="no item 'fc_2'"):
+    with pytest.raises(ApiError, match="no item 'fc_2'") as refused:
         list_input_items(stored, "asc", 3, "fc_2")
+    assert (refused.value.status, refused.value.param) == (400, "after")
 
 
 def test_pages_end_where_a_client_has_named_two_items_alike() -> None:

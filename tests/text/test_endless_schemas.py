@@ -40,6 +40,10 @@ ENDLESS = [
     # may be left out, but not ended
     with_node(with_a(NODE), with_a(NODE, required=False)),
     with_node(with_a(NODE), {"type": "array", "items": NODE}),
+    with_node(with_a(NODE), {"type": "object", "patternProperties": {"^b": NODE}}),
+    # not listed, so that it is an additional one
+    {"type": "object", "additionalProperties": SELF, "required": ["a"]},
+    with_a({"type": "null"}) | {"additionalProperties": SELF, "required": ["a", "b"]},
 ]
 FINITE = [
     {},
@@ -54,6 +58,15 @@ FINITE = [
     with_a({"$ref": "#/$defs/none"}),
     with_a(SELF) | {"required": "a"},
     with_a(True),
+    {"type": "object", "additionalProperties": SELF},
+    {"type": "object", "patternProperties": {"^a": SELF}},
+    with_a({"type": "null"}) | {"additionalProperties": SELF},
+    {
+        "type": "object",
+        "patternProperties": {"^a": {"type": "null"}},
+        "additionalProperties": SELF,
+        "required": ["a"],
+    },
 ]
 
 

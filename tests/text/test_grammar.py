@@ -60,6 +60,12 @@ NOTHING = [
     ("json", '{"allOf":[{"$ref":"#"}]}'),
     ("json", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),
     ("lark", "start: a\na: a"),
+    ("json", '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"]}'),
+    (
+        "calls",
+        '{"functions":[{"name":"f","arguments":{"type":"object","properties":'
+        '{"a":{"$ref":"#"}},"required":["a"]}}],"most":1}',
+    ),
 ]
 
 

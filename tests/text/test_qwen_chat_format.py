@@ -111,7 +111,7 @@ def test_roles_it_has_not(tokenizer, messages):
 
 
 def test_options_are_refused(tokenizer):
-    with pytest.raises(RequestError, match="options"):
+    with pytest.raises(RequestError, match="option 'a' is unknown"):
         QwenChatFormat(tokenizer).render([{"role": "user", "content": "a"}], options={"a": 1})
 
 

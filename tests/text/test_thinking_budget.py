@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from modelmill.core.types import Grammar
-from modelmill.text.answer_grammar import whole_answer_grammar
+from modelmill.text.answer_grammar import PromptThinking, whole_answer_grammar
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.grammar import GuideFactory, check_grammar
+from modelmill.text.thinking_budget import ends_in_forced_mark
 from tests.text.answer_sampler import END, MarkTokenizer
 
 THINK = ThinkingSyntax()
@@ -52,6 +53,29 @@ def test_the_thinking_ends_at_its_budget_and_the_schema_follows(budget: int, con
     assert json.loads(text.partition(b"</think>")[2]) == 7
     assert not guide.failed
     assert write(copied, tokenizer, b"x", 60) == text
+
+
+@pytest.mark.parametrize("state", ["open", "free"])
+def test_whether_an_answer_ends_in_the_mark_that_was_forced(state: PromptThinking) -> None:
+    grammar = whole_answer_grammar(INNER, "hermes", THINK, state, 3)
+    guide, tokenizer = guide_of(grammar, control=False)
+    opening = b"<think>" if state == "free" else b""
+    for byte in opening:
+        guide.accept(byte)
+    answer = opening + write(guide, tokenizer, b"<", 60)
+    forced = len(b"\n</think>")
+    begin = len(opening) + 3
+    assert answer[begin:].startswith(b"\n</think>")
+    ends = [
+        ends_in_forced_mark(tokenizer, grammar, answer[:size])  # type: ignore[arg-type]
+        for size in range(len(answer) + 1)
+    ]
+    # the last character of the mark ends the thinking
+    assert [size for size, is_inside in enumerate(ends) if is_inside] == list(
+        range(begin + 1, begin + forced)
+    )
+    for other in (None, INNER, whole_answer_grammar(INNER, "hermes", THINK, state)):
+        assert not ends_in_forced_mark(tokenizer, other, answer[: begin + 2])  # type: ignore[arg-type]
 
 
 def test_without_a_schema_only_the_thinking_is_limited() -> None:

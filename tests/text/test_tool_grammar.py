@@ -321,5 +321,9 @@ def test_of_kinds_that_exclude_each_other_one_fits() -> None:
         branches = forbid_additional_properties(one_of(first, other))["properties"]["k"]["oneOf"]
         assert branches[1]["additionalProperties"] is False
         check_grammar(forced_call_grammar([tool("f", one_of(first, other))], None))
+    definitions = {"a b/~": {"oneOf": [one]}, "c": object_schema(["b"], b={})}
+    refs = [{"$ref": "#/$defs/a%20b~1~0/oneOf/0"}, {"$ref": "#/$defs/c"}]
+    closed = forbid_additional_properties({**one_of(*refs), "$defs": definitions})
+    assert closed["$defs"]["c"]["additionalProperties"] is False, "a pointer has escapes and places"
     many = one_of(*(object_schema(["t"], t={"const": f"k{place}"}) for place in range(2000)))
     assert forbid_additional_properties(many) == many

@@ -322,7 +322,8 @@ class ModelManager:
         Raises:
             QueueFull: too many requests wait.
         """
-        if model.state not in ("loading", "loaded"):
+        is_queued = any(not each.wants_lease for each in self._waiters_for_model(model))
+        if model.state not in ("loading", "loaded") and not is_queued:
             self._enqueue_waiter(model, wants_lease=False)
 
     async def unload(self, model: ManagedModel) -> None:

@@ -26,7 +26,8 @@ class ModelStatus:
     """State of a served engine.
 
     Attributes:
-        state: "unloaded", "loading", "loaded", "sleeping", "unloading" or "failed".
+        state: "unloaded", "loading" (also: waits for its turn to), "loaded", "sleeping",
+            "unloading" or "failed".
         progress: of loading, from 0 to 1.
         on_demand: loaded for the first request, and unloaded when unused.
         pinned: not unloaded by time or memory.
@@ -50,15 +51,17 @@ def model_status(engine: EngineClient, catalogue: ModelManager | None) -> ModelS
     if catalogue is None or model is None:
         state = _STATE_NAMES[engine.state]
         return ModelStatus(state, _load_fraction(state, engine))
+    num_waiting = catalogue.num_waiting(model)
+    is_queued = num_waiting > 0 and model.state in ("unloaded", "sleeping")
     seconds = catalogue.seconds_to_expiry(model)
     expires = model.instance is not None and not math.isinf(seconds)
     return ModelStatus(
-        model.state,
-        _load_fraction(model.state, engine),
+        "loading" if is_queued else model.state,
+        0.0 if is_queued else _load_fraction(model.state, engine),
         on_demand=True,
         pinned=model.pinned,
         expires_at=time.time() + seconds if expires else None,
-        num_waiting=catalogue.num_waiting(model),
+        num_waiting=num_waiting,
         error=model.error,
     )
 

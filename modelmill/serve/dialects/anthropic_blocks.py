@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -246,6 +246,24 @@ def to_chat_messages(
     return chat
 
 
+def iter_image_fields(messages: Sequence[Any]) -> Iterator[str]:
+    """Yield the fields of the pictures of a valid conversation, in order."""
+    for index, message in enumerate(messages):
+        yield from _iter_block_image_fields(message["content"], f"messages[{index}].content")
+
+
+def _iter_block_image_fields(content: Any, path: str) -> Iterator[str]:
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        where = f"{path}[{index}]"
+        if block["type"] == "image":
+            yield where
+        elif block["type"] == "tool_result":
+            yield from _iter_block_image_fields(block.get("content"), f"{where}.content")
+        elif block["type"] == "document":
+            texts = block["source"].get("content")
+            yield from _iter_block_image_fields(texts, f"{where}.source.content")
+
+
 def strip_billing_headers(text: str) -> str:
     """Remove lines of Claude Code's billing header from the start of a system text."""
     return _BILLING_LINES.sub("", text) if text.startswith(BILLING_HEADER) else text
@@ -304,7 +322,11 @@ def _append_input_message(
             parts = []
             where = f"{path}[{index}].content"
             content = _parse_blocks(block.content or "", where, _RESULT_TYPES)
-            result = [part for each in content for part in _block_to_parts(each)]
+            result = [
+                part
+                for number, each in enumerate(content)
+                for part in _block_to_parts(each, f"{where}[{number}]")
+            ]
             chat.append(
                 {
                     "role": "tool",
@@ -313,7 +335,7 @@ def _append_input_message(
                 }
             )
         else:
-            parts += _block_to_parts(block)
+            parts += _block_to_parts(block, f"{path}[{index}]")
     _append_or_merge_parts(chat, role, parts)
 
 
@@ -328,11 +350,11 @@ def _append_or_merge_parts(
         chat.append({"role": role, "content": _simplify_parts(parts)})
 
 
-def _block_to_parts(block: StrictModel) -> list[dict[str, Any]]:
+def _block_to_parts(block: StrictModel, path: str) -> list[dict[str, Any]]:
     if isinstance(block, TextBlock):
         return [_text_part(block.text)]
     if isinstance(block, DocumentBlock):
-        return _document_parts(block)
+        return _document_parts(block, f"{path}.source")
     if isinstance(block, SearchResultBlock):
         texts = (block.title, block.source, *(each.text for each in block.content))
         return [_text_part(text) for text in texts if text]
@@ -342,23 +364,27 @@ def _block_to_parts(block: StrictModel) -> list[dict[str, Any]]:
     source = block.source
     if source.type == "url":
         if source.url is None:
-            raise RequestError("an image source of type url needs its url")
+            raise RequestError(f"{path}: an image source of type url needs its url")
         return [{"type": "image_url", "image_url": {"url": source.url}}]
     if source.media_type is None or source.data is None:
-        raise RequestError("an image source of type base64 needs its media_type and data")
+        raise RequestError(f"{path}: an image source of type base64 needs its media_type and data")
     url = f"data:{source.media_type};base64,{source.data}"
     return [{"type": "image_url", "image_url": {"url": url}}]
 
 
-def _document_parts(block: DocumentBlock) -> list[dict[str, Any]]:
+def _document_parts(block: DocumentBlock, path: str) -> list[dict[str, Any]]:
     source = block.source
     if source.type == "text":
         if source.data is None:
-            raise RequestError("a document source of type text needs its data")
+            raise RequestError(f"{path}: a document source of type text needs its data")
         content = [_text_part(source.data)]
     else:
-        blocks = _parse_blocks(source.content or "", "document.source.content", _INPUT_TYPES)
-        content = [part for each in blocks for part in _block_to_parts(each)]
+        blocks = _parse_blocks(source.content or "", f"{path}.content", _INPUT_TYPES)
+        content = [
+            part
+            for index, each in enumerate(blocks)
+            for part in _block_to_parts(each, f"{path}.content[{index}]")
+        ]
     return [*(_text_part(text) for text in (block.title, block.context) if text), *content]
 
 

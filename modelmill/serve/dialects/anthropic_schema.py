@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -11,7 +12,12 @@ from modelmill.core.types import MAX_INT32
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compatibility_fields import AnyItems, ignored_field
-from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
+from modelmill.serve.dialects.anthropic_blocks import (
+    BlockText,
+    LongText,
+    iter_image_fields,
+    to_chat_messages,
+)
 from modelmill.serve.discriminated_unions import make_converted_request
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.sampling_schema import sampling_field
@@ -121,6 +127,10 @@ class CountTokensRequest(UnknownNullTolerantModel):
     speed: str | None = ignored_field("there is one speed")
     # refused unless empty
     mcp_servers: AnyItems | None = None
+
+    def image_fields(self) -> Iterator[str]:
+        """The fields of the pictures, in order."""
+        return iter_image_fields(self.messages)
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request.

@@ -8,6 +8,10 @@ from modelmill.serve.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 
 ANTHROPIC_PREFIX = "/v1/messages"
 OLLAMA_PREFIX = "/api/"
+LLAMA_CPP_PATHS = frozenset(
+    ("/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/props")
+)
+"""llama.cpp's own paths; vLLM has some of them, with errors of the same form."""
 _ANTHROPIC_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -19,6 +23,13 @@ _ANTHROPIC_ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+_LLAMA_CPP_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "unavailable_error",
+}
+_LLAMA_CPP_TOO_LONG = "exceed_context_size_error"
 _ANTHROPIC_TOO_LONG = "prompt is too long"
 """Words of Anthropic's API, which has no code for it: Claude Code compacts where it reads them."""
 
@@ -36,6 +47,8 @@ def error_body(
     """
     if for_anthropic or path.startswith(ANTHROPIC_PREFIX):
         return anthropic_error(error, request_id)
+    if path in LLAMA_CPP_PATHS:
+        return llama_cpp_error(error)
     return {"error": error.message} if path.startswith(OLLAMA_PREFIX) else error.body()
 
 
@@ -52,6 +65,22 @@ def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str,
         message = f"{_ANTHROPIC_TOO_LONG}: {message}"
     body: dict[str, Any] = {"type": "error", "error": {"type": error_type, "message": message}}
     return body if request_id is None else {**body, "request_id": request_id}
+
+
+def llama_cpp_error(error: ApiError) -> dict[str, Any]:
+    """An error as llama.cpp's server writes it: the code is the status; the field is added."""
+    detail: dict[str, Any] = {
+        "code": error.status,
+        "message": error.message,
+        "type": _LLAMA_CPP_ERROR_TYPES.get(error.status, error.error_type),
+        "param": error.param,
+    }
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        detail["type"] = _LLAMA_CPP_TOO_LONG
+        if error.prompt_counts is not None:
+            detail["n_prompt_tokens"] = error.prompt_counts.prompt
+            detail["n_ctx"] = error.prompt_counts.limit
+    return {"error": detail}
 
 
 def responses_error_event(error: ApiError) -> dict[str, Any]:

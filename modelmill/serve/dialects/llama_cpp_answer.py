@@ -8,8 +8,10 @@ from typing import Any
 from modelmill.core.types import Logprob
 from modelmill.outputs import CompletionOutput
 from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.dialects.error_format import llama_cpp_error
 from modelmill.serve.dialects.llama_cpp_settings import generation_settings, select_fields
 from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import clamp_logprob, sse_event, token_bytes
 from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.routes.common import openai_finish_reason
@@ -48,6 +50,10 @@ class LlamaCppAnswerBuilder(EventFormatter):
 
     def add_stream_items(self, items: Sequence[PromptOutputDelta]) -> None:
         """Take deltas without making events: the whole answer is in the request's state."""
+
+    def error_events(self, error: ApiError) -> bytes:
+        """The error, in place of the rest."""
+        return sse_event(llama_cpp_error(error))
 
     def response(self) -> Any:
         """The whole answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from typing import Annotated, Any
 
@@ -26,6 +27,9 @@ from modelmill.serve.mixed_prompts import (
 from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.sampling_schema import UnlimitedTemperature
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel, Text
+
+_INFILL_NAMES = {"prompt": "input_prefix", "suffix": "input_suffix"}
+_COMPLETION_TEXT = re.compile(r"\A(?:prompt|suffix)\b")
 
 
 class LlamaCppFields(UnlimitedTemperature, GenerationFields):
@@ -70,6 +74,10 @@ class LlamaCppFields(UnlimitedTemperature, GenerationFields):
                 **fields,
             },
         )
+
+    def rename_error_fields(self, text: str) -> str:
+        """Rewrite an error about the completion request to name the fields of this API."""
+        return text
 
     @abstractmethod
     def prompts(self) -> list[MixedPrompt]:
@@ -122,6 +130,10 @@ class InfillRequest(LlamaCppFields):
     def prompts(self) -> list[MixedPrompt]:
         """See ``LlamaCppFields.prompts``."""
         return [self.input_prefix]
+
+    def rename_error_fields(self, text: str) -> str:
+        """See ``LlamaCppFields.rename_error_fields``."""
+        return _COMPLETION_TEXT.sub(lambda match: _INFILL_NAMES[match[0]], text)
 
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request with a suffix."""

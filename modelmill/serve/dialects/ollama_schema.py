@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -111,6 +111,10 @@ class OllamaGenerationFields(OllamaModelFields):
         """Whether the answer has log-probabilities."""
         return bool(self.logprobs or self.top_logprobs)
 
+    def rename_error_fields(self, text: str) -> str:
+        """Rewrite an error about the converted request to name the fields of this API."""
+        return text.replace("response_format", "format")
+
     def response_format(self) -> ResponseFormat | None:
         """The constraint on the answer.
 
@@ -152,6 +156,12 @@ class OllamaChatRequest(OllamaGenerationFields):
 
     messages: JsonObjectList = Field(default_factory=list)
     tools: Annotated[list[JsonObject], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
+
+    def image_fields(self) -> Iterator[str]:
+        """The fields of the pictures, in order."""
+        for index, message in enumerate(self.messages):
+            count = len(message.get("images") or ())
+            yield from (f"messages[{index}].images[{number}]" for number in range(count))
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request.
@@ -196,6 +206,10 @@ class OllamaGenerateRequest(OllamaGenerationFields):
     def skips_chat_template(self) -> bool:
         """Whether the prompt goes to the model without a chat template."""
         return bool(self.raw) or bool(self.suffix)
+
+    def image_fields(self) -> Iterator[str]:
+        """The fields of the pictures, in order."""
+        return (f"images[{number}]" for number in range(len(self.images or ())))
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request; raises RequestError."""

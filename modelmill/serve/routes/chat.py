@@ -18,6 +18,7 @@ from modelmill.serve.call_constraint import constrain_calls
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
+from modelmill.serve.image_fields import ImageFields, name_image_as_sent
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
 from modelmill.serve.reasoning_tokens import ReasoningTokenCounter, count_reasoning_tokens
 from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
@@ -113,6 +114,7 @@ def converted_chat_request_state(
     chat: ChatRequest,
     max_model_len: int,
     rename_fields: Callable[[str], str],
+    image_fields: ImageFields,
 ) -> RequestOutputState:
     """Check a conversation of another API, and convert it to a request of an engine.
 
@@ -122,12 +124,16 @@ def converted_chat_request_state(
         max_model_len: tokens that the engine takes.
         rename_fields: turns an error or a warning about the chat request into one about that API's
             fields.
+        image_fields: of that API's request.
 
     Raises:
         RequestError: the request is invalid.
     """
 
     def rename(text: str) -> str:
+        image_error = name_image_as_sent(text, chat.messages, image_fields)
+        if image_error is not None:
+            return image_error
         return rename_fields(text).replace("continue_final_message", CONTINUE_FINAL_MESSAGE_WORDING)
 
     try:
@@ -304,12 +310,17 @@ class AnswerRecordingParser:
         if self.parser is not None and self._counter is not None:
             pieces = self._counter.push(text, num_tokens)
             if ended is not None:
-                pieces += self.parser.flush(is_cut_by_length_or_stop(ended, self._call_stops))
+                pieces += self._flush_parser(self.parser, ended)
         self._pieces += pieces
         if ended is not None and not isinstance(ended.stop_reason, str):
             answer = collect_answer(self._pieces)
             self._text_processor.remember_answer(self._state, ended.token_ids, answer)
         return pieces
+
+    def _flush_parser(self, parser: AnswerParser, ended: CompletionOutput) -> list[AnswerPiece]:
+        cut = is_cut_by_length_or_stop(ended, self._call_stops)
+        forced = cut and parser.in_reasoning and self._state.ends_in_forced_mark(ended.token_ids)
+        return parser.flush(cut, forced_mark=forced)
 
 
 class ChatResponseBuilder(EventFormatter):

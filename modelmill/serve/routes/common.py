@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from modelmill.core.errors import PromptTooLong
+from modelmill.core.errors import PromptTooLong, RequestError
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import errors
 from modelmill.serve.access.request_accounting import NO_POLICY, RequestAccounting
@@ -165,6 +166,17 @@ def message_has_images(message: Mapping[str, Any]) -> bool:
     """Whether a message of a conversation contains pictures."""
     content = message.get("content")
     return isinstance(content, list) and any(map(is_image_part, content))
+
+
+@contextmanager
+def naming_prompt(name: str | None) -> Iterator[None]:
+    """Put the name of one of several prompts before an error about it; None: there is one."""
+    try:
+        yield
+    except RequestError as error:
+        if name is None or not str(error).startswith("the prompt"):
+            raise
+        raise error.reworded(f"{name}: {error}") from None
 
 
 def _exceeds_chars(values: Sequence[Any], max_chars: int) -> bool:

@@ -33,14 +33,12 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     """Summarize a conversation: the items to go on with in place of it."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
-    items = [
-        *previous_response_items(request, body.previous_response_id),
-        *resolve_item_references(request, input_as_items(body.input or [])),
-    ]
+    earlier = previous_response_items(request, body.previous_response_id)
+    items = [*earlier, *resolve_item_references(request, input_as_items(body.input or []))]
     if not items:
         raise RequestError("input is empty; give items, or previous_response_id")
     compactor = Compactor(engine.text_processor, body, engine.request_limits.max_len)
-    plan = await service.run_in_thread(compactor.plan, items)
+    plan = await service.run_in_thread(compactor.plan, items, len(earlier))
     if not plan.max_summary_tokens:
         return _response(fill_message_item_defaults(items, random_id("cmp", "_")), plan.warnings)
     (chat, state), handle = await prepare_and_submit_requests(

@@ -30,6 +30,7 @@ from modelmill.serve.request_options import (
 )
 from modelmill.serve.routes.common import (
     acquire_engine,
+    naming_prompt,
     openai_finish_reason,
     prepare_and_submit_requests,
     random_id,
@@ -57,6 +58,9 @@ class ConvertsToCompletion(Protocol):
 
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request."""
+
+    def rename_error_fields(self, text: str) -> str:
+        """Rewrite an error about the completion request to name the fields of that API."""
 
 
 @router.post("/v1/completions")
@@ -89,9 +93,12 @@ async def submit_converted_completion(
     def prepare(
         text_processor: TextProcessor, limits: RequestLimits
     ) -> tuple[CompletionRequest, list[RequestOutputState]]:
-        completion = body.to_completion_request()
-        completion.check()
-        return completion, completion_request_states(text_processor, completion, limits)
+        try:
+            completion = body.to_completion_request()
+            completion.check()
+            return completion, completion_request_states(text_processor, completion, limits)
+        except RequestError as error:
+            raise error.reworded(body.rename_error_fields(str(error))) from None
 
     (completion, _), handle = await prepare_and_submit_requests(
         request, engine, prepare, engine.request_limits, get_states=lambda prepared: prepared[1]
@@ -113,20 +120,23 @@ def completion_request_states(
         )
     params, grammar = sampling_params_with_bad_words(text_processor, body), body.validated_grammar()
     states: list[RequestOutputState] = []
-    for prompt in prompts:
-        encoded, stop_ids = _prompt_and_stop_token_ids(text_processor, body, prompt, limits.max_len)
-        key = "prompt" if isinstance(encoded, str) else "prompt_token_ids"
-        ends = tuple(dict.fromkeys((*params.stop_token_ids, *stop_ids)))
-        states.append(
-            text_processor.request(
-                {key: encoded, "cache_salt": cache_salt_or_random(body)},
-                replace(params, stop_token_ids=ends),
-                grammar=grammar,
+    for index, prompt in enumerate(prompts):
+        with naming_prompt(f"prompt[{index}]" if len(prompts) > 1 else None):
+            encoded, stop_ids = _prompt_and_stop_token_ids(
+                text_processor, body, prompt, limits.max_len
             )
-        )
-        if body.echo:
-            states[-1].set_echo_text()
-        check_request(states[-1].request, limits)
+            key = "prompt" if isinstance(encoded, str) else "prompt_token_ids"
+            ends = tuple(dict.fromkeys((*params.stop_token_ids, *stop_ids)))
+            states.append(
+                text_processor.request(
+                    {key: encoded, "cache_salt": cache_salt_or_random(body)},
+                    replace(params, stop_token_ids=ends),
+                    grammar=grammar,
+                )
+            )
+            if body.echo:
+                states[-1].set_echo_text()
+            check_request(states[-1].request, limits)
         _check_total_prompt_logprobs(states, body, limits.max_len)
     _warn_about_special_tokens(text_processor, body)
     return states
@@ -159,7 +169,7 @@ def _prompt_and_stop_token_ids(
             add_special=body.add_special_tokens is not False,
         )
     elif body.infill_suffix is not None and tokenizer is not None:
-        text_processor.check_prompt_length(body.infill_suffix, max_model_len)
+        _check_suffix_length(text_processor, body.infill_suffix, max_model_len)
         encoded, marks = encode_infill_with_fim_tokens(tokenizer, prompt, body.infill_suffix)
         ends = marks.ends
     elif parses or body.add_special_tokens is False or kept is not None:
@@ -174,6 +184,14 @@ def _prompt_and_stop_token_ids(
     if kept is not None and not isinstance(encoded, str):
         encoded = encoded[-kept:]
     return encoded, ends
+
+
+def _check_suffix_length(text_processor: TextProcessor, suffix: str, max_model_len: int) -> None:
+    """As ``check_prompt_length``, of the suffix."""
+    try:
+        text_processor.check_prompt_length(suffix, max_model_len)
+    except RequestError as error:
+        raise error.reworded(str(error).replace("the prompt", "suffix", 1)) from None
 
 
 def _parses_special_tokens(text_processor: TextProcessor, body: CompletionRequest) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,11 @@ from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import embeddings_schema
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import max_tokenize_tokens
-from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests
+from modelmill.serve.routes.common import (
+    acquire_engine,
+    naming_prompt,
+    prepare_and_submit_requests,
+)
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
@@ -38,11 +43,23 @@ async def embeddings(body: embeddings_schema.EmbeddingRequest, request: Request)
 
 
 def embedding_request_states(
-    text_processor: TextProcessor, body: embeddings_schema.EmbeddingRequest, limits: RequestLimits
+    text_processor: TextProcessor,
+    body: embeddings_schema.EmbeddingRequest,
+    limits: RequestLimits,
+    name_input: Callable[[int], str] = "input[{}]".format,
 ) -> list[RequestOutputState]:
     """Convert each input to a request.
 
     Each is checked before the next is tokenized, so an invalid one ends the work on all of them.
+
+    Args:
+        text_processor: of the engine.
+        body: the HTTP request.
+        limits: of the engine.
+        name_input: returns the client's field of an input, of several.
+
+    Raises:
+        RequestError: an input is invalid; the message names it.
     """
     inputs = body.inputs()
     if text_processor.tokenizer is None and any(isinstance(each, str) for each in inputs):
@@ -51,16 +68,18 @@ def embedding_request_states(
     kept = body.truncated_input_length(limits.max_len)
     longest = limits.max_len if kept is None else max_tokenize_tokens(limits.max_len)
     states = []
-    for each in inputs:
-        text_processor.check_prompt_length(each, longest)
-        key, prompt = "prompt" if isinstance(each, str) else "prompt_token_ids", each
-        if kept is not None:
-            key, prompt = "prompt_token_ids", _encode_beginning(text_processor, each, kept)
-        request = text_processor.request(
-            {key: prompt, "cache_salt": body.cache_salt}, params
-        ).request
-        states.append(RequestOutputState(replace(request, pooling=body.pooling_type), None, None))
-        check_request(states[-1].request, limits)
+    for index, each in enumerate(inputs):
+        with naming_prompt(name_input(index) if len(inputs) > 1 else None):
+            text_processor.check_prompt_length(each, longest)
+            key, prompt = "prompt" if isinstance(each, str) else "prompt_token_ids", each
+            if kept is not None:
+                key, prompt = "prompt_token_ids", _encode_beginning(text_processor, each, kept)
+            request = text_processor.request(
+                {key: prompt, "cache_salt": body.cache_salt}, params
+            ).request
+            request = replace(request, pooling=body.pooling_type)
+            check_request(request, limits)
+        states.append(RequestOutputState(request, None, None))
     return states
 
 

@@ -21,6 +21,7 @@ from modelmill.serve.engine_state import EngineState
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.query_parameters import check_query_parameters
+from modelmill.serve.response_body_models import LLAMA_CPP_ERRORS
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.service import Service
 from modelmill.text.tokenizer_loader import Tokenizer
@@ -119,7 +120,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     return _model_card(service, name, engine)
 
 
-@router.get("/props", dependencies=KNOWN_QUERY_ONLY)
+@router.get("/props", dependencies=KNOWN_QUERY_ONLY, responses=LLAMA_CPP_ERRORS)
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     """What llama.cpp's clients ask about a server: of the only engine, or of a named one."""
     service = get_service(request)

@@ -10,10 +10,11 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import streamed_or_whole_response
 from modelmill.serve.dialects.llama_cpp_answer import LlamaCppAnswerBuilder
 from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, LlamaCppCompletionRequest
+from modelmill.serve.response_body_models import LLAMA_CPP_ERRORS
 from modelmill.serve.routes.common import acquire_engine
 from modelmill.serve.routes.completions import submit_converted_completion
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=BodyRoute, responses=LLAMA_CPP_ERRORS)
 
 
 @router.post("/completion")

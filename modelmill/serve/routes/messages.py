@@ -61,7 +61,7 @@ def prepare_chat(
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget, body.effort)
     return chat, converted_chat_request_state(
-        text_processor, chat, max_model_len, _rename_error_fields
+        text_processor, chat, max_model_len, _rename_error_fields, body.image_fields
     )
 
 

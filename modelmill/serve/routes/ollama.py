@@ -264,7 +264,8 @@ def _prepare_chat(
         text_processor,
         chat_body,
         max_model_len,
-        lambda text: text.replace("response_format", "format"),
+        body.rename_error_fields,
+        body.image_fields,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -46,8 +47,9 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
-    body = _with_stored_items(request, body)
-    chat, handle = await submit_converted_chat(request, engine, _prepare_chat, body)
+    body, num_earlier = _with_stored_items(request, body)
+    prepare = functools.partial(_prepare_chat, num_earlier=num_earlier)
+    chat, handle = await submit_converted_chat(request, engine, prepare, body)
     builder = ResponsesBuilder(
         body,
         chat,
@@ -67,32 +69,35 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
 async def count_input_tokens(body: ResponsesRequest, request: Request) -> Any:
     """The number of prompt tokens of a response, without making it."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
-    body = _with_stored_items(request, body)
+    body, num_earlier = _with_stored_items(request, body)
     limit = max_tokenize_tokens(engine.request_limits.max_len)
-    _, state = await service.run_in_thread(_prepare_chat, engine.text_processor, body, limit)
+    _, state = await service.run_in_thread(
+        _prepare_chat, engine.text_processor, body, limit, num_earlier
+    )
     count = len(state.request.prompt)
     return SurrogateSafeJsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
-def _with_stored_items(request: Request, body: ResponsesRequest) -> ResponsesRequest:
-    """The request with the items that it continues, and those that it refers to.
+def _with_stored_items(request: Request, body: ResponsesRequest) -> tuple[ResponsesRequest, int]:
+    """The request with the items that it continues, how many, and those that it refers to.
 
     Raises:
         ApiError: 400, they are not stored.
     """
     if isinstance(body.input, str) and body.previous_response_id is None:
-        return body
+        return body, 0
     earlier = previous_response_items(request, body.previous_response_id)
     items = resolve_item_references(request, input_as_items(body.input))
-    return body.model_copy(update={"input": [*earlier, *items]})
+    return body.model_copy(update={"input": [*earlier, *items]}), len(earlier)
 
 
 def _prepare_chat(
-    text_processor: TextProcessor, body: ResponsesRequest, max_model_len: int
+    text_processor: TextProcessor, body: ResponsesRequest, max_model_len: int, num_earlier: int = 0
 ) -> tuple[ChatRequest, RequestOutputState]:
     chat = body.to_chat_request()
+    image_fields = functools.partial(body.image_fields, num_earlier)
     return chat, converted_chat_request_state(
-        text_processor, chat, max_model_len, _rename_error_fields
+        text_processor, chat, max_model_len, _rename_error_fields, image_fields
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -25,7 +25,7 @@ router = APIRouter(route_class=BodyRoute)
 async def rerank(body: RerankRequest, request: Request) -> Any:
     """Sort documents by the cosine of their embedding with the query's."""
     texts = body.document_texts()
-    states = await _run_text_embedding_requests(request, body, [body.query, *texts])
+    states = await _run_text_embedding_requests(request, body, [body.query, *texts], body.name_text)
     results = rerank_results(body, states, texts)
     if body.texts is not None:
         return SurrogateSafeJsonResponse(results)
@@ -47,7 +47,10 @@ async def score(body: ScoreRequest, request: Request) -> Any:
     places: dict[str, int] = {}
     for text in (each for pair in pairs for each in pair):
         places.setdefault(text, len(places))
-    states = await _run_text_embedding_requests(request, body, list(places))
+    distinct = list(places)
+    states = await _run_text_embedding_requests(
+        request, body, distinct, lambda index: body.name_text(distinct[index])
+    )
     scores = [embedding_cosine(states[places[one]], states[places[other]]) for one, other in pairs]
     return SurrogateSafeJsonResponse(
         {
@@ -66,7 +69,10 @@ async def score(body: ScoreRequest, request: Request) -> Any:
 
 
 async def _run_text_embedding_requests(
-    request: Request, body: RerankRequest | ScoreRequest, texts: list[str]
+    request: Request,
+    body: RerankRequest | ScoreRequest,
+    texts: list[str],
+    name_text: Callable[[int], str],
 ) -> list[RequestOutputState]:
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
@@ -79,7 +85,13 @@ async def _run_text_embedding_requests(
         }
     )
     states, handle = await prepare_and_submit_requests(
-        request, engine, embedding_request_states, made, engine.request_limits, get_states=list
+        request,
+        engine,
+        embedding_request_states,
+        made,
+        engine.request_limits,
+        name_text,
+        get_states=list,
     )
     await wait_or_disconnect(request, handle)
     return states

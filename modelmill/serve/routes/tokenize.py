@@ -13,6 +13,7 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse, token_bytes, token_text
+from modelmill.serve.response_body_models import LLAMA_CPP_ERRORS
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.serve.routes.common import acquire_engine, check_message_sizes
 from modelmill.serve.special_token_prompts import encode_text
@@ -28,7 +29,7 @@ from modelmill.text_processor import TextProcessor
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=LLAMA_CPP_ERRORS)
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Token ids of a text, or of a conversation through the chat template."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
@@ -37,7 +38,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     )
 
 
-@router.post("/apply-template")
+@router.post("/apply-template", responses=LLAMA_CPP_ERRORS)
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Any:
     """The prompt of a conversation as text, without running it."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
@@ -57,7 +58,7 @@ async def count_chat_tokens(body: ChatRequest, request: Request) -> Any:
     return SurrogateSafeJsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=LLAMA_CPP_ERRORS)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of token ids."""
     service, engine = await acquire_engine(request, body.model, body.keep_alive)

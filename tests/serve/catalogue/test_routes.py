@@ -117,7 +117,7 @@ def test_load_and_unload(stories: Path) -> None:
         assert unloaded.json == {"success": True, "model": "a", "state": "unloaded"}
         served.models.launchers["b"].gate.clear()
         at_once = await post("/models/load", {"model": "b", "wait": False})
-        assert at_once.status == 200
+        assert at_once.json == {"success": True, "model": "b", "state": "loading"}
         await served.models.until(lambda: served.models["b"].state == "loading")
         served.models.launchers["b"].gate.set()
         await served.models.until(lambda: served.models["b"].state == "loaded")
@@ -126,6 +126,25 @@ def test_load_and_unload(stories: Path) -> None:
         served.models.manager.pin(served.models["b"], True)
         pinned = await post("/models/unload", {"model": "b"})
         assert (pinned.status, pinned.json["error"]["code"]) == (409, "pinned")
+
+    run(stories, check)
+
+
+def test_a_model_that_waits_for_its_turn_is_loading(stories: Path) -> None:
+    async def check(served: CatalogueService) -> None:
+        post, launcher = served.client.post, served.models.launchers["a"]
+        launcher.gate.clear()
+        for name in ("a", "b", "b"):
+            queued = await post("/models/load", {"model": name, "wait": False})
+            assert queued.json["state"] == "loading"
+        await served.models.until(lambda: launcher.launches)
+        card = await served.card("b")
+        assert (card["state"], card["progress"]) == ("loading", 0.0)
+        assert served.models["b"].state == "unloaded"
+        assert served.models.manager.num_waiting(served.models["b"]) == 1, "it is asked for once"
+        launcher.gate.set()
+        await served.models.until(lambda: served.models["b"].state == "loaded")
+        assert (await served.card("b"))["state"] == "loaded"
 
     run(stories, check)
 

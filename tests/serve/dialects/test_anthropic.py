@@ -122,7 +122,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": []}], "messages has no text"),
     (
         [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],
-        "an image source of type url needs its url",
+        "messages[0].content[0]: an image source of type url needs its url",
     ),
     (
         [

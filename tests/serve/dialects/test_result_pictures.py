@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.tool_image_placeholders import (
     IMAGE_PLACEHOLDER_TEXT,
     replace_tool_images_with_text,
@@ -107,7 +108,63 @@ def test_a_picture_of_the_user_is_refused_by_name(running: ServiceThread, path: 
     body[field] = [{"role": "user", **picture}, *body[field][1:]]
     answer = running.post(path, body)
     assert answer.status == 400
-    assert "messages[0].content[0]: the model has no vision encoder" in answer.body.decode()
+    names = {"/v1/responses": "input[0].content[0]", "/api/chat": "messages[0].images[0]"}
+    name = names.get(path, "messages[0].content[0]")
+    assert f'"{name}: the model has no vision encoder; give text only"' in answer.body.decode()
+
+
+WORDS = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "I do."}]
+IMAGE_BLOCK = {"type": "image", "source": SOURCE}
+INPUT_IMAGE = {"type": "input_image", "image_url": URL}
+TOOL_RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE_BLOCK]}
+PAGES = {"type": "document", "source": {"type": "content", "content": [IMAGE_BLOCK]}}
+MORE_PICTURES: list[tuple[str, dict[str, Any], str]] = [
+    # the system text is another message of the chat request
+    ("/v1/messages",
+     {"system": "Be kind.", "max_tokens": 2,
+      "messages": [*WORDS, {"role": "user", "content": [TEXT, IMAGE_BLOCK]}]},
+     "messages[2].content[1]"),
+    # two turns of the user become one, and pictures of results are text
+    ("/v1/messages",
+     {"max_tokens": 2,
+      "messages": [WORDS[0], {"role": "user", "content": [TOOL_RESULT, PAGES]}]},
+     "messages[1].content[1].source.content[0]"),
+    ("/v1/messages/count_tokens",
+     {"system": "a", "messages": [WORDS[0], {"role": "user", "content": [IMAGE_BLOCK]}]},
+     "messages[1].content[0]"),
+    ("/v1/responses",
+     {"instructions": "Be kind.", "input": [*WORDS, {"role": "user", "content": [INPUT_IMAGE]}]},
+     "input[2].content[0]"),
+    ("/v1/responses/input_tokens",
+     {"instructions": "a", "input": [{"type": "function_call_output", "call_id": "c",
+                                      "output": [INPUT_IMAGE]},
+                                     {"role": "user", "content": [INPUT_IMAGE]}]},
+     "input[1].content[0]"),
+    ("/v1/responses/compact",
+     {"instructions": "a", "input": [*WORDS, {"role": "user", "content": [INPUT_IMAGE]}]},
+     "input[2].content[0]"),
+    ("/api/generate", {"system": "a", "prompt": "What?", "images": [DOT]}, "images[0]"),
+    ("/api/chat", {"messages": [*WORDS, {"role": "user", "content": "?", "images": [DOT, DOT]}]},
+     "messages[2].images[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "name"), MORE_PICTURES)
+def test_a_picture_has_the_clients_name(
+    running: ServiceThread, path: str, body: dict[str, Any], name: str
+) -> None:
+    answer = running.post(path, {"model": "stories", **body})
+    assert answer.status == 400
+    assert f'"{name}: the model has no vision encoder' in answer.body.decode()
+
+
+def test_a_picture_of_an_earlier_response() -> None:
+    items = [{"role": "user", "content": [INPUT_IMAGE]}]
+    body = ResponsesRequest.model_validate({"model": "m", "input": [*items, *items]})
+    assert list(body.image_fields(1)) == [
+        "previous_response_id: a picture of an earlier item",
+        "input[0].content[0]",
+    ]
 
 
 def test_what_the_template_reads(running: ServiceThread) -> None:
