@@ -107,8 +107,13 @@ class PeerSetup:
         )
         self.note(f"{module} {arguments[0]}: {time.perf_counter() - began:.1f} s")
 
-    def start_peer(self, name: str, shape: str, share: float, max_num_seqs: int) -> PeerProcess:
-        """Start one side's process: vLLM, transformers, or a variant of modelmill."""
+    def start_peer(
+        self, name: str, shape: str, share: float, max_num_seqs: int | None = None
+    ) -> PeerProcess:
+        """Start one side's process: vLLM, transformers, or a variant of modelmill.
+
+        max_num_seqs: None leaves it to the side.
+        """
         dtype = str(with_num_layers(shape)["torch_dtype"])
         longest = min(
             MAX_MODEL_LEN, int(str(with_num_layers(shape).get("n_positions", MAX_MODEL_LEN)))
@@ -116,9 +121,10 @@ class PeerSetup:
         log = self.work / "logs" / f"{name}.log"
         limits: dict[str, Any] = {
             "gpu_memory_utilization": share,
-            "max_num_seqs": max_num_seqs,
             "max_model_len": longest,
         }
+        if max_num_seqs is not None:
+            limits["max_num_seqs"] = max_num_seqs
         if name not in PEERS:
             model: dict[str, Any] = (
                 {"shape": shape, "weight_format": self.weight_format}
@@ -182,11 +188,12 @@ class PeerSetup:
 
     @contextlib.contextmanager
     def open_peers(
-        self, names: Sequence[str], shape: str, share: float, max_num_seqs: int
+        self, names: Sequence[str], shape: str, share: float, max_num_seqs: int | None = None
     ) -> Iterator[list[PeerProcess]]:
         """Start the sides and randomize their weights.
 
-        One after the other: a neighbour's memory must not move meanwhile.
+        One after the other: a neighbour's memory must not move meanwhile. max_num_seqs: None
+        leaves it to each side.
         """
         with contextlib.ExitStack() as stack:
             sides = []

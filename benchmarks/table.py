@@ -114,7 +114,7 @@ class SpeedTable:
             runs = 2 if number < len(names) else 1
             if number >= len(names) and not self.has_time_for(sum(seconds[name])):
                 break
-            with self.peer_setup.open_peers([name], "qwen-7b", SINGLE_GPU_FRACTION, 256) as sides:
+            with self.peer_setup.open_peers([name], "qwen-7b", SINGLE_GPU_FRACTION) as sides:
                 for side in sides:
                     facts[name] = side.facts
                     seconds.setdefault(name, []).extend(self._served(side, lengths, runs))
@@ -144,7 +144,7 @@ class SpeedTable:
         warm = {"decode", "first", "marks", "trace"} & set(self.options.parts)
         for turn in range(0 if warm else -1, self.options.starts):
             for name in seconds:
-                side = self.peer_setup.start_peer(name, "qwen-7b", SINGLE_GPU_FRACTION, 256)
+                side = self.peer_setup.start_peer(name, "qwen-7b", SINGLE_GPU_FRACTION)
                 with contextlib.closing(side):
                     facts[name] = side.ready()
                     side.generate([(128, 1)], seed=turn)

@@ -78,13 +78,15 @@ def main() -> None:
 
 
 def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM`` for this process's argument."""
+    """Return the arguments of ``vllm.LLM`` for this process's argument.
+
+    Limits that ``run`` does not name are vLLM's own choice for the device.
+    """
     arguments = {
         "model": options["config"],
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
-        "max_num_batched_tokens": 8192,
         "disable_log_stats": True,
     }
     if options.get("images"):

@@ -12,6 +12,7 @@ from benchmarks import table
 from benchmarks.figure_statistics import MeasuredFigure
 from benchmarks.peer_process import Lengths, PeerError
 from benchmarks.peer_setup import PeerSetup
+from benchmarks.vllm_peer import engine_arguments
 from modelmill.eval.provenance import git_commit
 
 TRACE = "ContextTokens,GeneratedTokens\n100,10\n200,20\n3,9\n50,5\n"
@@ -170,17 +171,20 @@ def test_the_commit_is_passed_where_there_is_no_checkout(
     assert {row["commit"] for row in rows(bench)} == {"0123abc"}
 
 
-def test_the_peer_captures_the_graphs_of_its_own_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("asked", "limits_sent"), [(256, {"max_num_seqs"}), (None, set())])
+def test_the_peers_other_limits_and_graphs_are_its_own_choice(
+    asked: int | None, limits_sent: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(
         stages, "PeerProcess", lambda name, command, log, env=None: commands.append(list(command))
     )
     monkeypatch.setattr(PeerSetup, "synthetic_config", lambda self, shape: tmp_path)
-    PeerSetup(tmp_path, peer=tmp_path).start_peer("vLLM", "qwen-7b", 0.45, 256)
-    limits = json.loads(commands[0][-1])["run"]
-    assert limits.keys() == {"gpu_memory_utilization", "max_num_seqs", "max_model_len", "dtype"}
+    PeerSetup(tmp_path, peer=tmp_path).start_peer("vLLM", "qwen-7b", 0.45, asked)
+    options = json.loads(commands[0][-1])
+    fixed = {"gpu_memory_utilization", "max_model_len", "dtype"}
+    assert options["run"].keys() == fixed | limits_sent
+    assert "max_num_batched_tokens" not in engine_arguments(options)
 
 
 def test_no_second_turn_where_the_time_is_over(bench: table.SpeedTable) -> None:
