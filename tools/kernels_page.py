@@ -53,10 +53,12 @@ HEADINGS = {
 }
 COLUMNS = ("op", "backend", "file", "dtypes", "range", "technique", "of the ceiling", "tests")
 HELPERS = "Shared files"
+SAME_CALL = "in the figure above"  # of kernels that one call launches
 MAX_USERS = 3  # files that are named; more are counted
 CASE_PATTERNS = {
     "prefill": r"prefill",
     "decode": r"decode",
+    "value_dim": r"latent",
     "int8 pages": r".*-int8",
     "16-bit pages": r"(?!.*-(int8|fp8))",
     "16-bit activations": r".*-16x8",
@@ -202,13 +204,16 @@ def render_table(
     by_name = {head.path.name: head for head in heads}
     described: set[Path] = set()
     for op in ops:
-        shown = op
+        shown, row = op, None
         for head in (each for each in heads if op in each.ops):
             preceding_ranges = [by_name[n].range_of(op) for n in comes_after(head) if n in by_name]
-            row = (
-                largest_cpu_row(rows["cpu"], op)
-                if head.backend == "cpu"
-                else largest_row(rows["h200"], op, head, preceding_ranges)
+            above, row = (
+                row,
+                (
+                    largest_cpu_row(rows["cpu"], op)
+                    if head.backend == "cpu"
+                    else largest_row(rows["h200"], op, head, preceding_ranges)
+                ),
             )
             tests = tests_of(root, head)[:3] or [EVERY_OP_TEST]
             of_all_ops = [head.fields["Dtypes"], head.fields["Technique"], _test_links(tests)]
@@ -223,7 +228,7 @@ def render_table(
                 dtypes,
                 head.range_of(op),
                 technique,
-                share_cell(row),
+                share_cell(row) if row is None or row is not above else SAME_CALL,
                 test_links,
             )
             lines.append("| " + " | ".join(cells) + " |")

@@ -171,16 +171,16 @@ def test_the_commit_is_passed_where_there_is_no_checkout(
     assert {row["commit"] for row in rows(bench)} == {"0123abc"}
 
 
-@pytest.mark.parametrize(("asked", "limits_sent"), [(256, {"max_num_seqs"}), (None, set())])
+@pytest.mark.parametrize(("requested", "limits_sent"), [(256, {"max_num_seqs"}), (None, set())])
 def test_the_peers_other_limits_and_graphs_are_its_own_choice(
-    asked: int | None, limits_sent: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requested: int | None, limits_sent: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(
         stages, "PeerProcess", lambda name, command, log, env=None: commands.append(list(command))
     )
     monkeypatch.setattr(PeerSetup, "synthetic_config", lambda self, shape: tmp_path)
-    PeerSetup(tmp_path, peer=tmp_path).start_peer("vLLM", "qwen-7b", 0.45, asked)
+    PeerSetup(tmp_path, peer=tmp_path).start_peer("vLLM", "qwen-7b", 0.45, requested)
     options = json.loads(commands[0][-1])
     fixed = {"gpu_memory_utilization", "max_model_len", "dtype"}
     assert options["run"].keys() == fixed | limits_sent

@@ -10,8 +10,8 @@ from tools.performance.rows import OURS, Row
 from tools.performance.runs import can_carry_a_claim
 
 HEADS = (
-    "load", "server", "first token, ms: median", "p99", "between tokens, ms: median", "p99",
-    "output tokens/s", "ours ÷ theirs",
+    "load", "requests", "server", "first token, ms: median", "p99",
+    "between tokens, ms: median", "p99", "output tokens/s", "ours ÷ theirs",
 )  # fmt: skip
 
 
@@ -41,4 +41,5 @@ def _cells(load: str, subject: str, row: Row, sides: dict[str, Row]) -> list[str
     ratio = ""
     if subject == OURS and peers:
         ratio = f"**{float(row['output_tokens_per_s']) / max(peers):.2f}**"
-    return [load if subject == next(iter(sides)) else "", subject, *map(number, values), ratio]
+    about = [load, number(row["requests"])] if subject == next(iter(sides)) else ["", ""]
+    return [*about, subject, *map(number, values), ratio]
