@@ -311,7 +311,7 @@ def _check_smoothing_options(config: BuildConfig) -> None:
 
 def _check_recipe_option(config: BuildConfig, name: str, declared: RecipeOption) -> None:
     """Check an option's value as its recipe declares; None is "not set" where it is the default."""
-    value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
+    value, flag = getattr(config, name), declared.label(name)
     if declared.choices:
         _check_choice(config, name, declared.choices)
     if value is None:
