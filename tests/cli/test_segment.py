@@ -158,7 +158,7 @@ def test_everything_reports_progress_without_a_terminal(
             "each of several boxes is a prompt of its own",
         ),
         (["--box", "1,1,5,5", "--masks", __file__], "name a folder for the masks"),
-        (["--point", "1,1", "--mask", "no.png"], "No such file"),
+        (["--point", "1,1", "--mask", "no.png"], "no.png: there is no such file"),
         (["--point", "1,1", "--batch", "0"], "--batch must be between 1 and 64, not 0"),
     ],
 )
@@ -168,6 +168,12 @@ def test_mistakes(engine: Path, photos: Path, words: list[str], says: str, capsy
     assert says in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_a_missing_picture_is_told_before_the_engine_is_opened(tmp_path: Path, capsys) -> None:
+    assert run_segment(tmp_path / "none.engine", "nope.jpg", "--point", "1,1") == 2
+    expected = "modelmill: nope.jpg: there is no such file; give the path of a picture\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_nothing_is_written_over_a_picture(
