@@ -99,7 +99,9 @@ def test_what_is_no_picture_is_one_line(
 
 def test_flags_that_make_no_sense() -> None:
     llm, file = Path("vicuna"), Path("a.pth")
-    with pytest.raises(UsageError, match="give --llm"):
+    with pytest.raises(
+        UsageError, match=r"^minigpt4: there is no such folder here; .*parts with --llm"
+    ):
         MiniGPT4Files().resolve_language_and_vision_paths(Path("minigpt4"))
     with pytest.raises(UsageError, match="in its place"):
         MiniGPT4Files(llm=llm, vit=file).resolve_language_and_vision_paths(Path("other"))
