@@ -25,6 +25,7 @@ from modelmill.builder.auto_precision import (
 from modelmill.builder.calibration_data import (
     CalibrationSource,
     chat_supports_images,
+    check_calibration_texts,
     find_calibration_source,
 )
 from modelmill.builder.expert_loop import unfused_experts_remark
@@ -347,6 +348,8 @@ def make_build_plan(
     source = find_calibration_source(config, length) if needs_samples else None
     if source is not None and chat_supports_images(checkpoint.tokenizer_files()):
         source = with_images_digest(source)
+    elif source is not None:
+        check_calibration_texts(source, checkpoint.tokenizer_files())
     config, resolved = resolve_build_options(checkpoint, config, recipe, source)
     if config.quantization == AUTO_QUANTIZATION:
         recipe = _make_recipe(config, sizes)  # unquantized layers need the resolved dtype
