@@ -215,10 +215,10 @@ def test_unknown_options_are_named(engine: Path) -> None:
 
 
 def test_sampling_keywords_belong_in_sampling_params(llm: LLM) -> None:
-    talk = [{"role": "user", "content": "hi"}]
+    conversation = [{"role": "user", "content": "hi"}]
     calls: list[Callable[[], Any]] = [
         lambda: llm.generate("a", max_tokens=5),  # type: ignore[call-arg]
-        lambda: llm.chat(talk, max_tokens=5),
+        lambda: llm.chat(conversation, max_tokens=5),
         lambda: list(llm.stream("a", max_tokens=5)),
     ]
     for call in calls:

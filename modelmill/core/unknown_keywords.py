@@ -35,7 +35,7 @@ def check_option_names(names: Iterable[str], known: Iterable[str], source: str) 
 
 def refuse_unknown_fields(cls: Class) -> Class:
     """Decorate a dataclass: an unknown keyword raises UnknownOption with the nearest field."""
-    checked = refuse_unknown_keywords(cls.__name__)(cls.__init__)
+    checked = refuse_unknown_keywords(cls.__name__)(cls.__init__)  # type: ignore[misc]
     cls.__init__ = checked  # type: ignore[misc]
     return cls
 

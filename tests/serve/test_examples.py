@@ -92,7 +92,7 @@ def test_none_is_forgotten() -> None:
 
 
 def test_plain_sse_without_a_server_is_one_line() -> None:
-    with socket.socket() as bound:  # nobody listens on it, and no other program takes it
+    with socket.socket() as bound:  # no server listens on it, and no program takes it
         bound.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
         done = subprocess.run(
