@@ -7,6 +7,7 @@ python examples/plain_sse.py http://127.0.0.1:8123/v1
 
 import json
 import sys
+import urllib.error
 import urllib.request
 
 
@@ -46,4 +47,12 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1")
+    address = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
+    try:
+        main(address)
+    except urllib.error.HTTPError as error:  # such as 503 while the model is loaded
+        sys.exit(f"{address} answers {error.code}: {error.read().decode(errors='replace')}")
+    except urllib.error.URLError as error:
+        sys.exit(
+            f"no server answers at {address}: {error.reason}; start one: modelmill serve ENGINE"
+        )

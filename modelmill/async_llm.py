@@ -14,9 +14,10 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 
-from modelmill.core.api_options import check_option_names, copy_signature_from
+from modelmill.core.api_options import copy_signature_from
 from modelmill.core.errors import ModelmillError
 from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepOrWakeReport
+from modelmill.core.unknown_keywords import check_option_names
 from modelmill.llm import LLM, LLMOptions
 from modelmill.opened_engine import make_closed_error
 from modelmill.outputs import OutputDelta, RequestOutput, stack_normalized_embeddings

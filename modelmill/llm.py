@@ -19,7 +19,6 @@ from modelmill.core.api_options import (
     BUILD_ONLY_FIELDS,
     RUN_CONFIG_FIELDS,
     EngineOptions,
-    check_option_names,
     describe_options,
     show_options_in_signature,
 )
@@ -29,6 +28,7 @@ from modelmill.core.env import cache_dir
 from modelmill.core.errors import UsageError
 from modelmill.core.progress_callback import Progress
 from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepOrWakeReport
+from modelmill.core.unknown_keywords import check_option_names, refuse_unknown_keywords
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
@@ -45,6 +45,7 @@ from modelmill.text_processor import (
     Prompt,
     TextProcessor,
     as_prompt_list,
+    check_no_sampling_keywords,
     check_sampling_params_type,
     params_per_prompt,
 )
@@ -194,6 +195,7 @@ class LLM(OpenedEngine[EngineCore]):
     # -- requests
     # ---------------------------------------------------------------------------
 
+    @refuse_unknown_keywords("generate", check_no_sampling_keywords)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -297,6 +299,7 @@ class LLM(OpenedEngine[EngineCore]):
         Raises RequestError.
         """
         self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
+        check_no_sampling_keywords(template)
         return self.language.request(prompt, check_sampling_params_type(params), **template)
 
     def chat_request(
@@ -307,6 +310,7 @@ class LLM(OpenedEngine[EngineCore]):
         Raises UsageError if the engine has no chat template.
         """
         self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
+        check_no_sampling_keywords(template)
         return self.language.chat_request(messages, check_sampling_params_type(params), **template)
 
     def stream_request(self, request: RequestOutputState) -> Iterator[OutputDelta]:

@@ -13,7 +13,6 @@ from modelmill.artifact.store import open_artifact
 from modelmill.artifact.verify import verify_file_hashes
 from modelmill.core.api_options import (
     SegmenterOptions,
-    check_option_names,
     describe_options,
     show_options_in_signature,
 )
@@ -21,6 +20,7 @@ from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, config_from_dict
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.progress_callback import Progress
+from modelmill.core.unknown_keywords import check_option_names
 from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
 from modelmill.opened_engine import (
     OpenedEngine,

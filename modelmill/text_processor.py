@@ -9,8 +9,8 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -638,6 +638,18 @@ def check_sampling_params_type(params: SamplingParams | None) -> SamplingParams 
             f"sampling parameters must be SamplingParams, not {type(params).__name__}"
         )
     return params
+
+
+def check_no_sampling_keywords(names: Iterable[str]) -> None:
+    """Check that no keyword is a field of SamplingParams, which one argument holds.
+
+    Raises:
+        UsageError: if one is.
+    """
+    known = {each.name for each in fields(SamplingParams)}
+    wrong = next((name for name in names if name in known), None)
+    if wrong is not None:
+        raise UsageError(f"{wrong} is a field of SamplingParams: pass SamplingParams({wrong}=…)")
 
 
 def _load_generation_defaults(path: Path, manifest: Any, *, openai: bool) -> GenerationDefaults:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,20 @@ def test_unknown_options_are_named(engine: Path) -> None:
         LLM(engine, max_model_length=3)
     with pytest.raises(UsageError, match="already"):
         LLM(engine, dtype="float16")
+
+
+def test_sampling_keywords_belong_in_sampling_params(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate("a", max_tokens=5),  # type: ignore[call-arg]
+        lambda: llm.chat(conversation, max_tokens=5),
+        lambda: list(llm.stream("a", max_tokens=5)),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=r"pass SamplingParams\(max_tokens=…\)"):
+            call()
+    with pytest.raises(UsageError, match=r"unknown option sampling_params; did you mean params\?"):
+        llm.generate("a", sampling_params=GREEDY)  # type: ignore[call-arg]
 
 
 def test_a_checkpoint_is_built_into_the_cache_once(

@@ -37,7 +37,11 @@ from modelmill.accept.unused_tensors import (
     add_unused_tensors_to_report,
     explain_unused_language_tensors,
 )
-from modelmill.accept.vision_stage_check import make_acceptance_report, round_significant_digits
+from modelmill.accept.vision_stage_check import (
+    ACCEPTED_VERDICT,
+    make_acceptance_report,
+    round_significant_digits,
+)
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import log
@@ -110,7 +114,7 @@ def compare_engine(
     """Compare an opened engine with its checkpoint on sequences of ids.
 
     Returns:
-        The report. verdict: "numerical noise", or "bug at layer N, module M" with ``layer`` and
+        The report. verdict: ACCEPTED_VERDICT, or "bug at layer N, module M" with ``layer`` and
         ``module`` set.
     """
 
@@ -285,7 +289,7 @@ def _make_engine_report(
         broken = "; ".join(sequence_report["broken"])
         reason = f"{verdict} ({broken}); try another --dtype, or --kernel paged_attention=torch"
     else:
-        verdict = reason = "numerical noise"
+        verdict = reason = ACCEPTED_VERDICT
     return make_acceptance_report(
         engine_core.opened_artifact,
         engine_core.ops.backends,

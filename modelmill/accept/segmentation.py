@@ -27,6 +27,7 @@ from modelmill.accept.reference.vision_reference import ReferenceStage
 from modelmill.accept.tolerances_segmentation import image_embedding_bound, mask_logits_bound
 from modelmill.accept.unused_tensors import add_unused_tensors_to_report, explain_unused_sam_tensors
 from modelmill.accept.vision_stage_check import (
+    ACCEPTED_VERDICT,
     VisionStageCheck,
     make_acceptance_report,
     round_significant_digits,
@@ -269,7 +270,7 @@ def _make_segmentation_report(
         verdict = "bug between the modules: every module is right alone, the whole is not"
         reason = f"{verdict} ({'; '.join(whole_model_report['broken'])}); try another --dtype"
     else:
-        verdict = reason = "numerical noise"
+        verdict = reason = ACCEPTED_VERDICT
     report = make_acceptance_report(
         artifact,
         stage_check.vision.ops.backends,

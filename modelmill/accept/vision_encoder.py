@@ -26,6 +26,7 @@ from modelmill.accept.unused_tensors import (
     explain_unused_vision_tensors,
 )
 from modelmill.accept.vision_stage_check import (
+    ACCEPTED_VERDICT,
     VisionStageCheck,
     round_significant_digits,
     tolerance_check_to_json,
@@ -83,7 +84,7 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     first = stage_check.first_failure(stage_check.contains_compared_modules)
     verdict, reason = _make_vision_verdict(first, whole.rel_l2, bound)
     return {
-        "ok": verdict == "numerical noise",
+        "ok": verdict == ACCEPTED_VERDICT,
         "verdict": verdict,
         "reason": reason,
         "layer": None if first is None else first.layer,
@@ -112,7 +113,7 @@ def _make_vision_verdict(
         violations = "; ".join(first.bound.describe_violations(first.metrics))
         return verdict, f"{verdict}: {violations}; try another --dtype or --kernel"
     if embedding_error <= bound:
-        return "numerical noise", "numerical noise"
+        return ACCEPTED_VERDICT, ACCEPTED_VERDICT
     verdict = (
         "bug between the modules of the vision encoder: every module is right alone, "
         "the whole is not"

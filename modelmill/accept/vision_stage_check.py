@@ -23,6 +23,9 @@ from modelmill.nn.layer_stack import locate_module_in_stacks, vision_encoder_sta
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
+ACCEPTED_VERDICT = "rounding differences only"
+"""The verdict where every difference is within its tolerance."""
+
 
 class VisionStageCheck:
     """The engine's modules, one at a time, and their findings.

@@ -100,6 +100,29 @@ def find_calibration_source(config: BuildConfig, max_model_len: int) -> Calibrat
     return CalibrationSource(path, digest, config.calibration_samples, length)
 
 
+def check_calibration_texts(
+    source: CalibrationSource, tokenizer_files: Mapping[str, bytes]
+) -> None:
+    """Check the lines that calibration will read: a token has at least one byte.
+
+    Raises:
+        UsageError: if a line has no text, or all have too little.
+    """
+    if source.path is None or not tokenizer_files:
+        return
+    num_bytes = 0
+    for text in read_calibration_texts(source.path):
+        num_bytes += len(text.encode("utf-8", "surrogatepass"))
+        if num_bytes >= source.num_samples * source.max_length:
+            return
+    if num_bytes < MIN_CALIBRATION_TOKENS:
+        state = "is empty" if num_bytes == 0 else f"is too short: it has {num_bytes} bytes of text"
+        raise UsageError(
+            f"--calibration {source.path} {state}; at least {MIN_CALIBRATION_TOKENS} tokens are "
+            "needed: pass a file with more text, or none for the built-in texts"
+        )
+
+
 def load_calibration_samples(
     source: CalibrationSource, files: Mapping[str, bytes], model: Any, seed: int
 ) -> list[CalibrationSample]:
@@ -161,7 +184,7 @@ def load_calibration_ids(
         if source.path is not None:
             raise UsageError(
                 f"--calibration {source.path}: the checkpoint has no tokenizer for text; "
-                "with; leave it out"
+                "leave it out"
             )
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(
@@ -239,8 +262,7 @@ def read_calibration_texts(path: Path) -> Iterator[str]:
         if IMAGE_KEYS & set(value):
             raise UsageError(
                 f"--calibration {path}, line {number}: has an image, which this model does not "
-                "support; remove such "
-                "lines out"
+                "support; remove such lines"
             )
         yield text_from_line(value, path, number)
 

@@ -25,6 +25,7 @@ from modelmill.builder.auto_precision import (
 from modelmill.builder.calibration_data import (
     CalibrationSource,
     chat_supports_images,
+    check_calibration_texts,
     find_calibration_source,
 )
 from modelmill.builder.expert_loop import unfused_experts_remark
@@ -344,9 +345,7 @@ def make_build_plan(
         raise UsageError(f"--max-model-len {length} must be at most {limit}, this model's limit")
     calibrated = recipe is not None and recipe.needs_calibration
     needs_samples = calibrated or auto_result is not None
-    source = find_calibration_source(config, length) if needs_samples else None
-    if source is not None and chat_supports_images(checkpoint.tokenizer_files()):
-        source = with_images_digest(source)
+    source = _checked_calibration_source(checkpoint, config, length) if needs_samples else None
     config, resolved = resolve_build_options(checkpoint, config, recipe, source)
     if config.quantization == AUTO_QUANTIZATION:
         recipe = _make_recipe(config, sizes)  # unquantized layers need the resolved dtype
@@ -371,6 +370,21 @@ def make_build_plan(
         (*warnings, *tied_warnings), kv, state_shape(model.layers), per_layer_input_size(model),
         _expert_loop_remark(model, config, tensors),
     )  # fmt: skip
+
+
+def _checked_calibration_source(
+    checkpoint: Checkpoint, config: BuildConfig, max_model_len: int
+) -> CalibrationSource:
+    """Return the calibration source, with its images' hash if the model reads images.
+
+    Raises:
+        UsageError: if the file cannot be used.
+    """
+    source, files = find_calibration_source(config, max_model_len), checkpoint.tokenizer_files()
+    if chat_supports_images(files):
+        return with_images_digest(source)
+    check_calibration_texts(source, files)
+    return source
 
 
 def _check_vision_recipe(config: BuildConfig, model: Any, checkpoint: Checkpoint) -> None:

@@ -6,7 +6,11 @@ from dataclasses import fields
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.core.recipe_declaration import read_recipe_declarations
+from modelmill.core.recipe_declaration import (
+    RecipeOption,
+    read_recipe_declarations,
+    read_recipe_options,
+)
 
 COMMON_OPTIONS = ("quantize_head",)
 RECIPE_OPTIONS = {
@@ -42,7 +46,8 @@ def check_recipe_options(config: BuildConfig, *, segmentation: bool = False) -> 
             and each.name not in read
             and getattr(config, each.name) != each.default
         ):
-            flag = "--" + each.name.replace("_", "-")
+            declared = read_recipe_options().get(each.name, RecipeOption(None, ""))
+            flag = declared.label(each.name)
             readers = ", ".join(
                 f"-q {recipe}" for recipe, names in RECIPE_OPTIONS.items() if each.name in names
             )

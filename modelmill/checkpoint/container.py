@@ -14,7 +14,7 @@ from modelmill.checkpoint.side_files import read_shard_index
 from modelmill.core.errors import CorruptCheckpoint, TensorMismatch
 from modelmill.core.quoting import quote
 
-MAX_LISTED_NAMES = 12
+MAX_LISTED_NAMES = 5
 """How many tensor names an error message lists."""
 
 MAX_SHOWN_NAME_LENGTH = 200
@@ -126,7 +126,7 @@ class ShardedFiles:
 
 
 def format_names(names: Collection[str]) -> str:
-    """Return up to a dozen names for an error message, and the number of the others."""
+    """Return the first names for an error message, and the number of the others."""
     # Names in a file may contain any characters; an error stays one line.
     first = sorted(names)[:MAX_LISTED_NAMES]
     some = [

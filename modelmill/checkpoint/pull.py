@@ -105,6 +105,14 @@ def is_model_name(path: Path) -> bool:
     return HUB_ID_PATTERN.fullmatch(name.partition(":")[0]) is not None and not path.parent.exists()
 
 
+def missing_model_error(path: Path) -> CheckpointError:
+    """Return the error for a path that does not exist and is no name of a model."""
+    return CheckpointError(
+        f"{path}: there is no such file or folder; give a checkpoint's folder or file, or a name "
+        "on a hub (org/name)"
+    )
+
+
 def pull_if_missing(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
     """Return the checkpoint of a name from ``dest``; download it if it is not complete there.
 

@@ -94,6 +94,9 @@ def run(args: Args) -> int:
             "alone)"
         )
     _check_rank_options(args)
+    calibration = args.build.calibration
+    if calibration is not None and not Path(calibration).exists():  # before anything is fetched
+        raise UsageError(f"--calibration {calibration}: there is no such file")
     with show_progress(
         "planning", quiet=args.json, lines=True, every=args.progress_interval
     ) as on_progress:

@@ -36,14 +36,14 @@ def resolve_model_path(model: Path) -> Path:
     """Return an engine's or checkpoint's path; a hub's org/name is fetched into the cache first.
 
     Raises:
-        CheckpointError: if the model cannot be fetched.
+        CheckpointError: if there is no such path, or the model cannot be fetched.
     """
     if model.exists():
         return model
-    from modelmill.checkpoint.pull import is_model_name, pull_if_missing
+    from modelmill.checkpoint.pull import is_model_name, missing_model_error, pull_if_missing
 
     if not is_model_name(model):
-        return model
+        raise missing_model_error(model)
     name = model.as_posix()
     with show_progress(f"pulling {name}", lines=True) as on_progress:
         return pull_if_missing(name, env.cache_dir() / "models", on_progress)

@@ -295,23 +295,20 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
         verb = _find_subcommand(argv)
         module = import_module_if_exists("modelmill.cli", verb) if verb else None
         known = (
-            [
-                f"--{n}"
-                for f in collect_cli_parameters(module.Args)
-                if not f.positional
-                for n in f.names
-            ]
+            [n for f in collect_cli_parameters(module.Args) if not f.positional for n in f.names]
             if module
             else []
         )
-        hint = most_similar_name(option.replace("_", "-"), known)
-        text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
+        # without the dashes, which would make any two flags similar
+        hint = most_similar_name(option.replace("_", "-").lstrip("-"), known, cutoff=0.65)
+        text = f"there is no flag {option}" + (f"; did you mean --{hint}?" if hint else "")
     text = (text[:1].lower() + text[1:]).replace("Value error, ", "", 1)
     variable = _invalid_env_variable(error)
     if variable:
         text = text.replace("for '--", f"in {variable} for '--", 1)
     # click's newer versions name pydantic's types
     text = re.sub(r"Input should be (a valid \w+), unable to parse .*", r"it must be \1", text)
+    text += _rounding_method_hint(text)
     is_extra = "unexpected extra argument" in text
     is_positional = getattr(getattr(error, "param", None), "param_type_name", "") == "argument"
     if is_extra and argv[0] in EXTRA_ARGUMENT_FLAGS:
@@ -320,6 +317,16 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
         text += _subcommand_usage(argv)
     verb = next((word for word in argv if not word.startswith("-")), "")
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
+
+
+def _rounding_method_hint(text: str) -> str:
+    """Return the end of an error about -q that says how to name a rounding method; else ""."""
+    wrong = re.search(r"'--quantization'.*?: '(.*?)' is not one of", text)
+    if wrong is None:
+        return ""
+    from modelmill.core.recipe_declaration import rounding_method_hint
+
+    return rounding_method_hint(wrong[1])
 
 
 def _subcommand_usage(argv: list[str]) -> str:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from modelmill.eval.perplexity import Perplexity
 
 HELP = "Measure the perplexity of a text file, by sliding windows."
-EPILOG = """The file is tokenized once, without BOS or special tokens. A token is scored once, with all of its window
-before it; the first token of a window that nothing precedes is not scored.
+EPILOG = """The file is tokenized once, without BOS or special tokens. Each token is scored once, in the first
+window that contains it. The tokens before it in this window are its context. The first token of a window has no context, so it is
+not scored there.
 
 Examples:
 

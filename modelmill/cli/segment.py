@@ -116,6 +116,8 @@ def run(args: Args) -> int:
     query = _make_segment_query(args)
     paths = expand_image_paths(args.images)
     several = len(paths) > 1
+    if not any(path.exists() for path in paths):  # before a checkpoint is built
+        raise UsageError(f"{paths[0]}: there is no such file; give the path of a picture")
     rough = () if args.mask is None else (args.mask,)
     outputs = SegmentOutputPaths(args.output, args.masks, (*paths, *rough), several)
     engine = resolve_model_path(args.engine)

@@ -205,10 +205,6 @@ def run(args: Args) -> int:
 
         return serve_ray_replicas(args, place, names, _make_open_messages(args), aliases)
 
-    gone = next((path for path in args.engines if not path.exists()), None)
-    if gone is not None:
-        raise UsageError(f"{gone} does not exist; give an engine folder or a checkpoint")
-
     with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
         asyncio.run(_serve_engines(args, place, names, aliases, entries, record))
     return 0

@@ -43,7 +43,8 @@ class MiniGPT4Files:
         if self.llm is None:
             if str(checkpoint) == MODEL_TYPE and not checkpoint.exists():
                 raise UsageError(
-                    "minigpt4 is made of parts: give --llm, --vit, --qformer and --projection"
+                    "minigpt4: there is no such folder here; give a checkpoint's path, or "
+                    "MiniGPT-4's parts with --llm, --vit, --qformer and --projection"
                 )
             return checkpoint, files
         if str(checkpoint) != MODEL_TYPE:

@@ -14,8 +14,6 @@ from dataclasses import MISSING, fields
 from typing import TypedDict, TypeVar
 
 from modelmill.core.config import BuildConfig, RunConfig
-from modelmill.core.errors import UnknownOption
-from modelmill.core.module_lookup import most_similar_name
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -147,21 +145,3 @@ def describe_options(config: type, exclude: Iterable[str] = ()) -> str:
                 + ("" if "default:" in help_text else f" Default: {default!r}.")
             )
     return "\n".join(lines)
-
-
-def check_option_names(names: Iterable[str], known: Iterable[str], source: str) -> None:
-    """Check option names.
-
-    Raises:
-        UnknownOption: if a name is unknown; the message suggests the most similar one.
-    """
-    listed = sorted(known)
-    unknown = sorted(set(names) - set(listed))
-    if not unknown:
-        return
-    hints = [
-        f"{name}; did you mean {hint}?" if (hint := most_similar_name(name, listed)) else name
-        for name in unknown
-    ]
-    tail = "" if any(hint.endswith("?") for hint in hints) else f"; known are {', '.join(listed)}"
-    raise UnknownOption(f"{source}: unknown option {', '.join(hints)}{tail}")

@@ -17,6 +17,7 @@ from modelmill.core.recipe_declaration import (
     read_recipe_declarations,
     read_recipe_options,
 )
+from modelmill.core.unknown_keywords import refuse_unknown_fields
 
 DTYPE_CHOICES = ("float32", "float16", "bfloat16")
 KV_DTYPE_CHOICES = ("auto", "int8", "fp8")
@@ -62,6 +63,7 @@ def add_recipe_option_fields(config: type[T]) -> type[T]:
     return config
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 @add_recipe_option_fields
 class BuildConfig:
@@ -151,6 +153,7 @@ def expert_parallel_option_field(help: str) -> Any:
     return option_field(False, help, flags=("-ep",))
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All options that may change each time an engine is started."""
@@ -308,7 +311,7 @@ def _check_smoothing_options(config: BuildConfig) -> None:
 
 def _check_recipe_option(config: BuildConfig, name: str, declared: RecipeOption) -> None:
     """Check an option's value as its recipe declares; None is "not set" where it is the default."""
-    value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
+    value, flag = getattr(config, name), declared.label(name)
     if declared.choices:
         _check_choice(config, name, declared.choices)
     if value is None:

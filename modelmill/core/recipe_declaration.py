@@ -52,6 +52,12 @@ class RecipeOption:
         """Return the type hint of the field."""
         return self.type or type(self.default).__name__
 
+    def label(self, name: str) -> str:
+        """Return the flag of the option ``name`` for messages, with its other names."""
+        flag = f"--{name.replace('_', '-')}"
+        others = [other for other in self.flags if other != flag]
+        return f"{flag} ({', '.join(others)})" if others else flag
+
 
 @dataclass(frozen=True)
 class TotalErrorTolerances:
@@ -179,6 +185,16 @@ def read_recipe_options() -> dict[str, RecipeOption]:
                 raise ValueError(f"quant/{name}.py declares {each}, which another recipe has")
             options[each] = declared
     return options
+
+
+def rounding_method_hint(name: str) -> str:
+    """Return the end of a message about the unknown recipe ``name``; "" unless it is a method."""
+    for recipe, declared in read_recipe_declarations().items():
+        method = declared.options.get("method")
+        if method is not None and name.lower() in method.choices:
+            flags = f"-q {recipe} --method {name.lower()}"
+            return f"; {name} is a rounding method, not a recipe: modelmill build {flags}"
+    return ""
 
 
 def tolerances_by_weight_format() -> dict[str, FormatTolerances]:

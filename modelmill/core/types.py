@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from modelmill.core.errors import RequestError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.quoting import quote
+from modelmill.core.unknown_keywords import refuse_unknown_fields
 
 MAX_INT32 = 2**31 - 1
 MAX_COMPLETIONS_PER_PROMPT = 128
@@ -72,6 +73,7 @@ def _sampling_param_field(
     return field(default=default, metadata=metadata)
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled.
@@ -86,6 +88,7 @@ class SamplingParams:
 
     Raises:
         RequestError: if a value is outside its range.
+        UnknownOption: if there is no such field; it is a TypeError too.
     """
 
     n: int = _sampling_param_field(1, "answers per prompt", 1, MAX_COMPLETIONS_PER_PROMPT)

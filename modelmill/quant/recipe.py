@@ -20,7 +20,7 @@ import torch
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.module_lookup import import_module_if_exists
-from modelmill.core.recipe_declaration import read_recipe_declarations
+from modelmill.core.recipe_declaration import read_recipe_declarations, rounding_method_hint
 from modelmill.nn.layer_spec import QuantSiteSpec
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.weights.base import WeightFormat
@@ -141,7 +141,9 @@ def make_recipe(config: BuildConfig) -> Recipe | None:
     """
     name = config.quantization
     if name not in recipe_names():
-        raise UsageError(f"--quantization {name!r} is not one of {', '.join(recipe_names())}")
+        known = ", ".join(recipe_names())
+        hint = rounding_method_hint(name)
+        raise UsageError(f"--quantization {name!r} is not one of {known}{hint}")
     module = import_module_if_exists("modelmill.quant", name)
     cls: Callable[[BuildConfig], Recipe] | None = vars(module).get("RECIPE") if module else None
     return None if cls is None else cls(config)

@@ -144,8 +144,8 @@ class RptqRecipe(Recipe):
         elif splits > 1:
             if self.mode != "exact":
                 raise UsageError(
-                    f"--splits-per-channel {splits}: is for --mode exact, not {self.mode}; leave "
-                    "it out"
+                    f"--splits-per-channel (--copies) {splits}: is for --mode exact, not "
+                    f"{self.mode}; leave it out"
                 )
             self._heavy_tailed_recipe = RptqRecipe(config, splits)
         # the head's inputs are not calibrated: dynamic scales

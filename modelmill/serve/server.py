@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -247,6 +248,11 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"--port {port} is in use; choose another, or end a server of yours: "
+                f"modelmill ps lists them, modelmill stop {port} ends the one at this port"
+            ) from None
         raise UsageError(
             f"--host {host} --port {port}: {error.strerror or error}; choose another"
         ) from None

@@ -205,8 +205,10 @@ def read_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             # bounded: a device or a pipe has no size and may never end
             data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise RequestError(f"{path}: there is no such file; give the path of a picture") from None
     except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}") from None
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError:  # a NUL, or a lone surrogate
         raise RequestError(f"{quote(str(path))} is no path; give the path of a file") from None
     if len(data) > MAX_BYTES:

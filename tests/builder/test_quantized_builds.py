@@ -208,6 +208,25 @@ def test_a_file_that_is_not_there_is_named(llama: Path, tmp_path: Path) -> None:
         plan(llama, calibration=str(tmp_path / "none.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "%s"}\n{"txt": "b"}' % ("a" * 99), "line 2: has no text under text, article"),
+        ("no json", "line 1: is not JSON"),
+        ("", "is empty; at least 128 tokens are needed"),
+        ('{"text": "a word"}', "is too short: it has 6 bytes of text; at least 128 tokens"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_by_the_plan(
+    shared: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    """Before weights are read."""
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=f"--calibration {path}.*{message}"):
+        plan(shared / "data/models/stories260K", calibration=str(path))
+
+
 def test_a_model_without_tokenizer_cannot_read_texts(llama: Path, tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"text": "a"})
     with pytest.raises(UsageError, match="no tokenizer"):

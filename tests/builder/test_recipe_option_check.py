@@ -47,7 +47,8 @@ def test_what_a_recipe_does_not_read_is_refused(recipe: str, name: str, model: s
     if reads or (model == "both" and name in VISION_ENCODER_OPTIONS):
         check_recipe_options(config, segmentation=model == "pictures")
         return
-    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} is for -q .*leave it out"):
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(UsageError, match=rf"{flag}( \(--\w+\))? is for -q .*leave it out"):
         check_recipe_options(config, segmentation=model == "pictures")
 
 
@@ -70,3 +71,9 @@ def test_asked_by_the_command_line_and_the_classes(
         LLM(text, quantization="int8", alpha="0.5", device="cpu")
     with pytest.raises(UsageError, match="--symmetric is for -q int4"):
         Segmenter(pictures, quantization="int8", symmetric=True, device="cpu")
+
+
+def test_a_flag_is_named_with_its_other_names() -> None:
+    """Who writes --copies does not know what --splits-per-channel is."""
+    with pytest.raises(UsageError, match=r"--splits-per-channel \(--copies\) is for -q rptq"):
+        check_recipe_options(BuildConfig(quantization="int4", splits_per_channel=2))

@@ -114,3 +114,14 @@ def test_bad_options_are_one_line(cli: Cli, checkpoint: Path, tmp_path: Path) ->
         assert code == 2
         assert message in err
         assert not (tmp_path / "e").exists()
+
+
+def test_a_missing_calibration_file_is_told_before_anything_is_fetched(
+    cli: Cli, tmp_path: Path
+) -> None:
+    words = ("-q", "int4", "--calibration", tmp_path / "none.jsonl")
+    code, _, err = cli("build", "org/name", "-o", tmp_path / "e", *words)
+    assert (code, err) == (
+        2,
+        f"modelmill: --calibration {tmp_path / 'none.jsonl'}: there is no such file\n",
+    )

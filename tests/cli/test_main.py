@@ -99,6 +99,25 @@ def test_unknown_words(
     assert out.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["build", "m", "-q", "gptq"], "modelmill build -q int4 --method gptq (flags: "),
+        (["serve", "m", "-q", "awq"], "modelmill build -q int4 --method awq (flags: "),
+        (["run", "m", "-q", "int3"], "'auto' (flags: modelmill run --help)"),
+        (["build", "m", "--gptq"], "there is no flag --gptq (flags: "),
+        (["build", "m", "--copys", "2"], "did you mean --copies?"),
+    ],
+)
+def test_words_of_other_programs(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert command.run_command_line(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run_command_line(["--help"]) == 0
     out = capsys.readouterr().out

@@ -126,7 +126,7 @@ def test_quiet_is_one_line(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
     assert code == 0
     assert out.count("\n") == 1
     assert "is ready" in out
-    assert "accepted (numerical noise), " in out
+    assert "accepted (rounding differences only), " in out
 
 
 def test_a_dump_replaces_dumps_only(

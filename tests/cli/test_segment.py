@@ -158,7 +158,7 @@ def test_everything_reports_progress_without_a_terminal(
             "each of several boxes is a prompt of its own",
         ),
         (["--box", "1,1,5,5", "--masks", __file__], "name a folder for the masks"),
-        (["--point", "1,1", "--mask", "no.png"], "No such file"),
+        (["--point", "1,1", "--mask", "no.png"], "no.png: there is no such file"),
         (["--point", "1,1", "--batch", "0"], "--batch must be between 1 and 64, not 0"),
     ],
 )
@@ -168,6 +168,12 @@ def test_mistakes(engine: Path, photos: Path, words: list[str], says: str, capsy
     assert says in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_a_missing_picture_is_told_before_the_engine_is_opened(tmp_path: Path, capsys) -> None:
+    assert run_segment(tmp_path / "none.engine", "nope.jpg", "--point", "1,1") == 2
+    expected = "modelmill: nope.jpg: there is no such file; give the path of a picture\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_nothing_is_written_over_a_picture(
@@ -334,12 +340,12 @@ def test_inspect_and_build_show_it(engine: Path, tmp_path: Path, capsys) -> None
     assert "IoU with the reference" in out
     assert "modelmill segment" in out
     assert run_command_line(["inspect", str(tmp_path / "new.engine")]) == 0
-    assert "numerical noise" in capsys.readouterr().out
+    assert "rounding differences only" in capsys.readouterr().out
 
 
 def test_compare_judges_it_again(engine: Path, tmp_path: Path, capsys) -> None:
     assert run_command_line(["compare", str(engine), str(small_file(tmp_path)), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"] == "numerical noise"
+    assert json.loads(capsys.readouterr().out)["verdict"] == "rounding differences only"
     assert run_command_line(["compare", str(engine), str(small_file(tmp_path, seed=1))]) == 1
     assert "bug at" in capsys.readouterr().out.partition("why")[2]
     for flag in (["--plot", str(tmp_path / "x.png")], ["--all"]):

@@ -352,14 +352,18 @@ def test_compare(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> No
     plot = tmp_path / "errors.png"
     code, output, _ = cli("compare", engine, checkpoint, "--json", "--plot", plot)
     assert code == 0
-    assert (output["verdict"], output["layer"], output["module"]) == ("numerical noise", None, None)
+    assert (output["verdict"], output["layer"], output["module"]) == (
+        "rounding differences only",
+        None,
+        None,
+    )
     keys = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"}
     assert all(keys <= set(layer) for layer in output["layers"])
     assert all(check["equal"] for check in output["text"])
     assert plot.stat().st_size > 1000
     code, text, _ = cli("compare", engine, checkpoint, "--all")
     assert "layers.4.mlp.act" in text
-    assert "numerical noise" in text
+    assert "rounding differences only" in text
 
 
 @pytest.mark.parametrize(
@@ -657,7 +661,7 @@ def test_figures_come_before_a_plot_that_fails(
     (tmp_path / "file").touch()
     code, out, err = cli("compare", engine, checkpoint, "--plot", tmp_path / "file" / "errors.png")
     assert code == 2
-    assert "numerical noise" in out
+    assert "rounding differences only" in out
     assert "cannot write the plot" in err
 
 

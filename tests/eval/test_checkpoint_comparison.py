@@ -30,7 +30,7 @@ def layer(name: str, place: int | None, error: float, ok: bool = True) -> dict[s
 
 
 def accept_report(accepted: bool) -> dict[str, Any]:
-    verdict = "numerical noise" if accepted else "bug at layer 1, module q_proj"
+    verdict = "rounding differences only" if accepted else "bug at layer 1, module q_proj"
     place, module = (None, None) if accepted else (1, "q_proj")
     return {
         "accepted": accepted,
@@ -49,7 +49,7 @@ UNSURE = TokenizerCheck("template", "c", "transformers", None, note="cannot rend
 @pytest.mark.parametrize(
     ("accepted", "checks", "passed", "verdict"),
     [
-        (True, [RIGHT, UNSURE], True, "numerical noise"),
+        (True, [RIGHT, UNSURE], True, "rounding differences only"),
         (True, [RIGHT, WRONG], False, "the tokenizer differs"),
         (False, [RIGHT], False, "bug at layer 1, module q_proj"),
         (False, [WRONG], False, "bug at layer 1, module q_proj"),

@@ -80,7 +80,7 @@ def test_every_declared_option_is_a_field_with_its_help() -> None:
     [
         ("bits", "w9a9", "--bits 'w9a9' is not one of w8a8, w4a8, w4a4"),
         ("group_size", 48, "--group-size 48 is not one of 128, 64, 32, -1"),
-        ("splits_per_channel", 5, "--splits-per-channel must be 1 to 4, not 5"),
+        ("splits_per_channel", 5, "--splits-per-channel (--copies) must be 1 to 4, not 5"),
         ("max_layer_error", 0, "--max-layer-error must be above 0, not 0"),
         ("max_kl", -1.0, "--max-kl must be above 0, not -1.0"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,16 @@ def test_none_is_forgotten() -> None:
         "plain_sse.py",
     }
     assert tested <= {path.name for path in EXAMPLES.glob("*.py")}
+
+
+def test_plain_sse_without_a_server_is_one_line() -> None:
+    with socket.socket() as bound:  # no server listens on it, and no program takes it
+        bound.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / "plain_sse.py", address], capture_output=True, text=True
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"no server answers at {address}: .*: modelmill serve ENGINE\n", done.stderr
+    )

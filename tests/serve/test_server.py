@@ -251,14 +251,16 @@ def rest_of_chunked(sock: Any) -> bytes:
 def test_a_second_server_on_the_port_and_an_engine_that_is_none(
     server: ServerProcess, tmp_path: Path, cli: Any
 ) -> None:
-    code, _, stderr = cli("serve", tmp_path, "--port", server.address[1])
+    port = server.address[1]
+    code, _, stderr = cli("serve", tmp_path, "--port", port)
     assert code == 2
-    assert "--port" in stderr
+    assert f"--port {port} is in use; " in stderr
+    assert f"modelmill ps lists them, modelmill stop {port} ends the one at this port" in stderr
     code, _, stderr = cli("serve", tmp_path / "none", "--port", 0)
-    assert code == 2
-    assert (
-        stderr
-        == f"modelmill: {tmp_path / 'none'} does not exist; give an engine folder or a checkpoint\n"
+    assert code == 1
+    assert stderr == (
+        f"modelmill: {tmp_path / 'none'}: there is no such file or folder; give a checkpoint's "
+        "folder or file, or a name on a hub (org/name)\n"
     )
 
 

@@ -232,13 +232,12 @@ def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
 
 
 def test_copies_are_of_the_exact_mode_and_few() -> None:
-    with pytest.raises(
-        UsageError, match="--splits-per-channel 2: is for --mode exact, not dynamic"
-    ):
+    flag = r"--splits-per-channel \(--copies\)"
+    with pytest.raises(UsageError, match=f"{flag} 2: is for --mode exact, not dynamic"):
         RptqRecipe(BuildConfig(quantization="rptq", mode="dynamic", splits_per_channel=2))
-    with pytest.raises(UsageError, match="--splits-per-channel 2: is for --mode exact, not folded"):
+    with pytest.raises(UsageError, match=f"{flag} 2: is for --mode exact, not folded"):
         RptqRecipe(
             BuildConfig(quantization="rptq", bits="w4a8", mode="folded", splits_per_channel=2)
         )
-    with pytest.raises(UsageError, match="--splits-per-channel must be 1 to 4, not 5"):
+    with pytest.raises(UsageError, match=f"{flag} must be 1 to 4, not 5"):
         BuildConfig(quantization="rptq", splits_per_channel=5)
