@@ -25,6 +25,7 @@ from modelmill.core.errors import (
     UsageError,
 )
 from modelmill.core.generation_defaults import GenerationDefaults, parse_generation_config
+from modelmill.core.quoting import quote
 from modelmill.core.types import (
     Grammar,
     Guide,
@@ -507,6 +508,8 @@ class TextProcessor:
             if ("prompt" in prompt) + ("prompt_token_ids" in prompt) != 1 or set(
                 prompt
             ) - PROMPT_KEYS:
+                if "role" in prompt:
+                    raise RequestError("a message of a conversation is no prompt: use chat()")
                 raise RequestError(
                     'a prompt object must have either "prompt" or "prompt_token_ids", and may have '
                     '"cache_salt"'
@@ -603,9 +606,13 @@ class TextProcessor:
 
 
 def as_prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several as a list; a list of token ids is one prompt."""
+    """One prompt or several as a list; a list of token ids is one prompt. Raises RequestError."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"a prompt is a text, a list of token ids or an object, not {quote(prompts, 60)}"
+        )
     prompts = list(prompts)
     is_ids = bool(prompts) and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts)
     return [prompts] if is_ids else prompts

@@ -382,6 +382,11 @@ def test_what_is_no_prompt_is_one_line(llm: LLM) -> None:
     for prompts in bad:
         with pytest.raises(RequestError):
             llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    for prompts, message in ((5, "a prompt is a text, "), ([{"role": "user"}], r"use chat\(\)")):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="a prompt is a text, "):
+        llm.embed(None)  # type: ignore[arg-type]
     for params in ({"temperature": 0}, [GREEDY, GREEDY], ["greedy"], 0):
         with pytest.raises(RequestError):
             llm.generate("Once", params)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from modelmill.checkpoint.minigpt4_parts import (
 from modelmill.checkpoint.prequantized import QUANT_METHOD_BY_CONFIG_FILE, open_prequantized
 from modelmill.checkpoint.pth import INDEX_FILE as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
-from modelmill.checkpoint.pull import missing_model_error
+from modelmill.checkpoint.pull import is_model_name
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.checkpoint.safetensors import INDEX_FILE as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
@@ -256,7 +256,12 @@ def _open_path(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
-        raise missing_model_error(path)
+        hint = (
+            f"fetch the model with: modelmill pull {path.as_posix()}, and give the printed path"
+            if is_model_name(path)
+            else "give a checkpoint's folder or file"
+        )
+        raise CheckpointError(f"{path}: there is no such file or folder; {hint}")
     if not path.is_file():
         raise CheckpointError(f"{path}: is neither a folder nor a regular file")
     if path.suffix == ".gguf":

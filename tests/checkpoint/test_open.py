@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import gguf
 import pytest
@@ -230,3 +231,12 @@ def test_a_gguf_without_a_vocabulary_has_no_tokenizer(tmp_path, change):
     assert open_checkpoint(path).tokenizer_files()
     path.write_bytes(path.read_bytes().replace(*change))
     assert open_checkpoint(path).tokenizer_files() == {}
+
+
+def test_a_name_of_the_hub_is_fetched_first(tmp_path, monkeypatch):
+    """The Python API fetches nothing, so it must not ask for the name that it was given."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"with: modelmill pull org/name, and give the print"):
+        open_checkpoint(Path("org/name"))
+    with pytest.raises(CheckpointError, match=r"give a checkpoint's folder or file$"):
+        open_checkpoint(tmp_path / "none.gguf")
