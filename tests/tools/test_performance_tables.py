@@ -61,6 +61,7 @@ def test_a_missed_target_is_told_and_does_not_look_reached() -> None:
     [
         {"commit": None}, {"device_id": None}, {"device": "NVIDIA H100"}, {"layers": 2},
         {"weights": "uniform"}, {"tried": "an idea"}, {"part": "first"},
+        {"device_id": vllm_tables.UNEVEN_PEER_CARDS[0]},
     ],
     ids=str,
 )  # fmt: skip

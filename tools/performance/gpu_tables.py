@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.targets import TARGETS
-from tools.performance.numbers import against_target, number
+from tools.performance.numbers import against_target, number, ratio_number
 from tools.performance.provenance import commit_and_age, provenance_line
 from tools.performance.rows import OURS, Row
 from tools.performance.runs import (
@@ -118,7 +118,8 @@ def fastest_peer_table(rows: Sequence[Row]) -> list[str]:
             line.title, "–" if line.must is None else f"{line.must:g}",
             f"**{against_target(value, line.must)}**", _verdict(value, line),
             f"{number(summary.peer_value)} {_names_of_peers(summary)}",
-            f"**{summary.ratio:.2f}**", f"{summary.worst.ratio:.2f}", str(len(summary.runs)),
+            f"**{ratio_number(summary.ratio)}**", ratio_number(summary.worst.ratio),
+            str(len(summary.runs)),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", provenance_line(used)] if used else lines
@@ -297,6 +298,6 @@ def _parallel_cell(row: Row | None, single_gpu: Row | None) -> str:
     ratio = (
         ""
         if single_gpu is None or single_gpu is row
-        else f" (**{single_gpu['value'] / row['value']:.2f}** ×)"
+        else f" (**{ratio_number(single_gpu['value'] / row['value'])}** ×)"
     )
     return number(row["value"]) + ratio

@@ -16,3 +16,11 @@ def against_target(value: float, target: float | None) -> str:
     text = number(value)
     looks_equal = target is not None and value != target and float(text.replace(",", "")) == target
     return f"{value:.4g}" if looks_equal else text
+
+
+def ratio_number(ratio: float) -> str:
+    """Two decimals, and as many more as a loss needs that would look like a tie."""
+    decimals = 2
+    while ratio < 1 and decimals < 6 and round(ratio, decimals) >= 1:
+        decimals += 1
+    return f"{ratio:.{decimals}f}"

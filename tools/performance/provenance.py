@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tools.performance.rows import Row
 
-UNSHOWN_OPTIONS = ("--out", "--save", "--commit", "--work", "--note", "--ready-within")
+UNSHOWN_OPTIONS = ("--out", "--save", "--commit", "--work", "--note", "--ready-within", "--limit")
 UNSHOWN_FLAGS = ("--no-check",)
 UNSHOWN_VERSIONS = ("numpy", "python")
 TABLE_OPTIONS = ("--order", "--shape", "--weight-format")

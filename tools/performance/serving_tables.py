@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.performance.numbers import number
+from tools.performance.numbers import number, ratio_number
 from tools.performance.provenance import provenance_line
 from tools.performance.rows import OURS, Row
 from tools.performance.runs import can_carry_a_claim
@@ -40,6 +40,6 @@ def _cells(load: str, subject: str, row: Row, sides: dict[str, Row]) -> list[str
     peers = [float(each["output_tokens_per_s"]) for name, each in sides.items() if name != OURS]
     ratio = ""
     if subject == OURS and peers:
-        ratio = f"**{float(row['output_tokens_per_s']) / max(peers):.2f}**"
-    about = [load, number(row["requests"])] if subject == next(iter(sides)) else ["", ""]
+        ratio = f"**{ratio_number(float(row['output_tokens_per_s']) / max(peers))}**"
+    about = [load, str(row["requests"])] if subject == next(iter(sides)) else ["", ""]
     return [*about, subject, *map(number, values), ratio]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-from tools.performance.numbers import number
+from tools.performance.numbers import number, ratio_number
 from tools.performance.provenance import provenance_line
 from tools.performance.rows import OURS, Row
 from tools.performance.runs import can_carry_a_claim
@@ -132,8 +132,8 @@ def suite_summary(rows: Sequence[Row]) -> list[str]:
         counts = sorted({len(line.runs) for line in compared})
         parts.append(
             f"| {device}, {shape} | {' or '.join(sorted(peers))} | {means[0]} "
-            f"| {means[1]} | {min(least.ratios):.2f} ({least.work}) | {' + '.join(works)} "
-            f"| {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} |"
+            f"| {means[1]} | {ratio_number(min(least.ratios))} ({least.work}) "
+            f"| {' + '.join(works)} | {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} |"
         )
     return parts
 
@@ -145,7 +145,7 @@ def mean_ratio(lines: Sequence[SuiteLine], start: str) -> float | None:
 
 
 def _ratio_cell(ratio: float | None) -> str:
-    return "–" if ratio is None else f"**{ratio:.2f}**"
+    return "–" if ratio is None else f"**{ratio_number(ratio)}**"
 
 
 def _cells(line: SuiteLine, subjects: Sequence[str], several: bool) -> list[str]:
@@ -156,7 +156,7 @@ def _cells(line: SuiteLine, subjects: Sequence[str], several: bool) -> list[str]
         text = "–" if value is None else number(value)
         values.append(f"**{text}**" if value is not None and value == fastest else text)
     ratios = line.ratios
-    compared = [f"{median(ratios):.2f}" if ratios else "–"]
+    compared = [ratio_number(median(ratios)) if ratios else "–"]
     if several:
-        compared += [f"{min(ratios):.2f}" if ratios else "–", str(len(line.runs))]
+        compared += [ratio_number(min(ratios)) if ratios else "–", str(len(line.runs))]
     return [line.work, number(line.floor), *values, *compared]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.targets import TARGETS
-from tools.performance.numbers import against_target, number
+from tools.performance.numbers import against_target, number, ratio_number
 from tools.performance.provenance import provenance_line
 from tools.performance.rows import OURS, Row
 from tools.performance.runs import (
@@ -36,12 +36,15 @@ WORKLOADS = {
 TRACE_ORDERS = {"trace-500": "arrival", "trace-500-longest-first": "longest-first"}
 """Order in which both sides are handed the trace; rows that name none compared two orders."""
 
+UNEVEN_PEER_CARDS = ("GPU-a38417d7-eb77-5e4a-c2bf-ca576b9404e4",)
+"""Cards on whose hosts the peer's first tokens were slow and uneven: those ratios favour us."""
+
 
 def vllm_summaries(rows: Iterable[Row]) -> dict[str, Summary]:
     """By work, the newest run of each card; only rows that name commit and card.
 
     Left out: fewer layers, other weights, code that was tried and dropped, and first tokens that
-    were not measured in blocks, as vLLM's references were.
+    were not measured in blocks, as vLLM's references were, or whose peer was slowed by its host.
     """
     plain = [
         row
@@ -58,6 +61,7 @@ def vllm_summaries(rows: Iterable[Row]) -> dict[str, Summary]:
             for row in plain
             if row["work"] == work
             and (work not in TRACE_ORDERS or row.get("order") == TRACE_ORDERS[work])
+            and not (work.startswith("first-") and row["device_id"] in UNEVEN_PEER_CARDS)
         ]
         runs = newest_per_card(paired_runs(measured, OURS, PEER))
         if runs:
@@ -81,8 +85,8 @@ def vllm_table(rows: Sequence[Row]) -> list[str]:
             "–" if target is None or target.floor is None else f"{target.floor:g}",
             "–" if required is None else f"{required:g}",
             f"**{against_target(summary.engine_value, required)}**",
-            reached, number(summary.peer_value), f"**{summary.ratio:.2f}**",
-            f"{summary.worst.ratio:.2f}", str(len(summary.runs)),
+            reached, number(summary.peer_value), f"**{ratio_number(summary.ratio)}**",
+            ratio_number(summary.worst.ratio), str(len(summary.runs)),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     used = [row for summary in summaries.values() for row in summary.rows]
