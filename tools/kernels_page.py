@@ -204,16 +204,15 @@ def render_table(
     by_name = {head.path.name: head for head in heads}
     described: set[Path] = set()
     for op in ops:
-        shown, row = op, None
+        shown = op
+        row: Row | None = None
         for head in (each for each in heads if op in each.ops):
             preceding_ranges = [by_name[n].range_of(op) for n in comes_after(head) if n in by_name]
-            above, row = (
-                row,
-                (
-                    largest_cpu_row(rows["cpu"], op)
-                    if head.backend == "cpu"
-                    else largest_row(rows["h200"], op, head, preceding_ranges)
-                ),
+            above = row
+            row = (
+                largest_cpu_row(rows["cpu"], op)
+                if head.backend == "cpu"
+                else largest_row(rows["h200"], op, head, preceding_ranges)
             )
             tests = tests_of(root, head)[:3] or [EVERY_OP_TEST]
             of_all_ops = [head.fields["Dtypes"], head.fields["Technique"], _test_links(tests)]

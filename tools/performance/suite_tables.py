@@ -130,10 +130,11 @@ def suite_summary(rows: Sequence[Row]) -> list[str]:
         peers = {name.split()[0] for line in compared for each in line.runs for name in each}
         peers = {name for name in peers if not is_ours(name)}
         counts = sorted({len(line.runs) for line in compared})
+        cards = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         parts.append(
             f"| {device}, {shape} | {' or '.join(sorted(peers))} | {means[0]} "
             f"| {means[1]} | {ratio_number(min(least.ratios))} ({least.work}) "
-            f"| {' + '.join(works)} | {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} |"
+            f"| {' + '.join(works)} | {cards} |"
         )
     return parts
 
