@@ -150,15 +150,14 @@ class NamedCallReader(ToolCallReader):
         return at
 
     def _scan_mark_after_name(self, text: str, at: int) -> int:
+        mark = self._syntax.string_mark  # a model may omit it
         self._arguments = StreamingJsonNormalizer(
-            self._syntax.string_mark, self._declared_string_predicate()
+            mark, self._declared_string_predicate() if mark else None
         )
         return self._match_marks_then(text, at, self._name_end, self._scan_arguments)
 
-    def _declared_string_predicate(self) -> StringPathPredicate | None:
-        """Which values are declared as strings, where strings have marks that a model may omit."""
-        if not self._syntax.string_mark:
-            return None
+    def _declared_string_predicate(self) -> StringPathPredicate:
+        """Which values of the call's arguments are declared as strings."""
         schema = self._tools.get(self._name)
         return lambda path: bool(path) and is_declared_string(schema, path[0], path[1:])
 

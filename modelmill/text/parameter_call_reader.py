@@ -160,7 +160,8 @@ class ParameterCallReader(NamedCallReader):
         return at
 
     def _enter_arguments_object(self, at: int) -> int:
-        self._json, self._begun, self._has_brace = StreamingJsonNormalizer(), "", True
+        self._json = StreamingJsonNormalizer(is_string=self._declared_string_predicate())
+        self._begun, self._has_brace = "", True
         self._state = self._scan_arguments_object
         return at
 

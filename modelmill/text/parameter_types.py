@@ -55,7 +55,7 @@ def resolve_parameter_type(
 def is_declared_string(
     parameters: Mapping[str, Any] | None, key: str, path: Sequence[str] = ()
 ) -> bool:
-    """Whether a tool declares a value as a string, and as nothing else.
+    """Whether a tool declares a value as a string, and as nothing else but null.
 
     Args:
         parameters: JSON schema of the tool's parameters.
@@ -68,7 +68,7 @@ def is_declared_string(
         schema = _child_schema(schema, step, root)
         if schema is None:
             return False
-    return schema_types(schema, root) == {"string"}
+    return schema_types(schema, root) - {"null"} == {"string"}
 
 
 def _child_schema(schema: Any, step: str, root: Mapping[str, Any], depth: int = 0) -> Any:
@@ -164,7 +164,7 @@ def coerce_arguments_to_schema(arguments: str, parameters: Mapping[str, Any] | N
     """Return a call's arguments with the types that its tool declares.
 
     A string becomes the value of which it is the text where the tool declares a type and takes no
-    string; a number or a word becomes its text where the tool takes a string only.
+    string; a number or a word becomes its text where the tool takes a string or null only.
 
     Args:
         arguments: a JSON object; it stays as it is written where no type differs.
@@ -182,7 +182,7 @@ def _coerce_argument(key: str, value: str, parameters: Mapping[str, Any] | None)
     root = parameters or {}
     types = schema_types(_child_schema(root, key, root), root)
     written = json_type_of_text(value)
-    if types == {"string"} and written in ("boolean", "integer", "number"):
+    if types - {"null"} == {"string"} and written in ("boolean", "integer", "number"):
         return json.dumps(value)
     if written != "string" or "string" in types:
         return value  # what the model wrote as a string may be one

@@ -27,6 +27,11 @@ CASES = [
      [("f", '{"x": "1"}')]),
     ("deepseek_v32", DSML.format(">\n" + CALL.format("arguments", "7")), "",
      [("f", '{"arguments": 7}')]),
+    # values of such an object have their declared type, as those of single arguments
+    ("minicpm5", MINI.replace('"x"', '"input"').format('{"x": 1.10, "n": 2}'), "",
+     [("f", '{"x": "1.10", "n": 2}')]),
+    ("deepseek_v32", DSML.format(">\n" + CALL.format("arguments", '{"x": 7, "n": null}')), "",
+     [("f", '{"x": "7", "n": null}')]),
     ("minicpm5", MINI.format("<![CDATA[ a\n<b> ]]>"), "", [("f", '{"x": " a\\n<b> "}')]),
     # a key without a value
     ("glm45", "<tool_call>f\n<arg_key>n</arg_key><arg_key>x</arg_key><arg_value>1</arg_value>"

@@ -260,11 +260,12 @@ def test_steering_keeps_what_is_wrong_wrong() -> None:
 
 def test_the_page_is_a_table() -> None:
     text = report.render(
-        {"a": ("What a does", SuiteResult(1, version="2", package="p", date="today"))}, "one core"
+        {"a": ("What a does", SuiteResult(1, version="2", package="p", date="today", commit="c"))},
+        "one core",
     )
     assert "| [a](#a) | What a does | p 2 | 1 | 0 | 0 | today |" in text
     assert "## a" in text
-    assert "`python -m tools.conformance --only a`: 0 s on one core, today; p 2" in text
+    assert "`python -m tools.conformance --only a`: 0 s on one core, today; commit c, p 2" in text
 
 
 def test_a_sampled_answer_that_fills_the_context_is_asked_for_again() -> None:

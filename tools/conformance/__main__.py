@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from modelmill.eval.provenance import git_commit
 from tools import conformance
 from tools.conformance import report, server, suite
 from tools.conformance.suite import FailedCheck, SuiteResult
@@ -112,6 +113,7 @@ def _run_suite(
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         result = SuiteResult(0, [FailedCheck("runs to its end", line)])
     result.seconds, result.digest = time.perf_counter() - began, current
+    result.commit = git_commit(ROOT, written=f"docs/{DOCUMENT.name}") or ""
     result.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     result.title, result.package = module.TITLE, module.PACKAGE
     result.version = result.version or version_of(module.PACKAGE)

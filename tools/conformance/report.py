@@ -69,8 +69,8 @@ def section(name: str, title: str, result: SuiteResult, device: str) -> list[str
     command = f"`python -m tools.conformance --only {name}`"
     return [
         *lines,
-        f"* {command}: {result.seconds:.0f} s on {device}, {result.date}; {result.package} "
-        f"{result.version}",
+        f"* {command}: {result.seconds:.0f} s on {device}, {result.date}; commit "
+        f"{result.commit or 'unknown'}, {result.package} {result.version}",
         "",
     ]
 

@@ -42,7 +42,7 @@ class SuiteResult:
     repeat it.
 
     facts: numbers that were measured, in the reader's words. The rest is filled in by ``__main__``;
-    stale: of older sources.
+    commit: of modelmill; stale: of older sources.
     """
 
     passed: int
@@ -56,6 +56,7 @@ class SuiteResult:
     seconds: float = 0.0
     date: str = ""
     digest: str = ""
+    commit: str = ""
     stale: bool = False
 
     @property

@@ -26,6 +26,8 @@ class PeerCounts:
         failed: tests that do not pass, "file::test".
         streamed: those of them whose calls differ, but where the peer's own parser streams
             modelmill's calls.
+        measured_commit: of modelmill.
+        date: of the run, in UTC.
     """
 
     peer: str
@@ -33,6 +35,8 @@ class PeerCounts:
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     streamed: list[str] = field(default_factory=list)
+    measured_commit: str = ""
+    date: str = ""
 
     def total(self, *outcomes: str) -> int:
         """Return how many tests had one of the outcomes."""

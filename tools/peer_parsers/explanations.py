@@ -137,6 +137,10 @@ EXPLANATIONS = (
             "test_mistral_detector.py::*::test_json_array_with_invalid_json",
             "test_mistral_tool_parser.py::test_extract_tool_calls_pre_v11_regex_fallback_fails",
             "test_mistral_tool_parser.py::test_extract_tool_calls_v11_without_args_skipped",
+            "test_kimi_k3_tool_parser.py::test_streaming_call_boundaries[[]truncated-call-*",
+            "test_kimi_k3_tool_parser.py::test_streaming_call_boundaries[[]invalid-opener-*",
+            "test_kimi_k3_tool_parser.py::test_streaming_call_boundaries[[]close-in-attributes-*",
+            "test_kimi_k3_tool_parser.py::test_streaming_call_boundaries[[]missing-name-*",
         ),
     ),
     Explanation(
@@ -165,7 +169,10 @@ EXPLANATIONS = (
     Explanation(
         _CONTENT,
         "Kimi K3's marks with blanks inside, which no decoding of modelmill writes, are text",
-        ("test_kimi_k3_tool_parser.py::test_extract_content_from_whitespace_degraded_markers",),
+        (
+            "test_kimi_k3_tool_parser.py::test_extract_content_from_whitespace_degraded_markers",
+            "test_kimi_k3_tool_parser.py::test_streaming_call_boundaries[[]spaced-tools-*",
+        ),
     ),
     Explanation(
         _CONTENT,

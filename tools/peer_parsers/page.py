@@ -57,8 +57,8 @@ same commit, and compares names and arguments. For vLLM it is another of its tes
 of the passed tests, those that the peer marks as failing with its own parser.
 
 | peer | commit | compared | passed | fails there | same calls | or elsewhere | internal |\
- no format | not run |
-|---|---|---|---|---|---|---|---|---|---|
+ no format | not run | modelmill |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 REASONS = """
 ## Differences
@@ -113,6 +113,7 @@ def _run(counts: PeerCounts) -> Sequence[object]:
         counts.total("internal"),
         counts.total("no format"),
         counts.total("skipped", "not collected", "xfailed"),
+        f"`{counts.measured_commit}`, {counts.date}",
     )
 
 

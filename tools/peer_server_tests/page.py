@@ -45,7 +45,7 @@ that a file of tests asks for becomes one of the served. Options that modelmill 
 COUNTS = """## Counts
 
 llama.cpp {commit}: {passed} passed, {failed} failed, {inapplicable} not applicable, {skipped}
-skipped.
+skipped; modelmill `{measured_commit}`, {date}.
 
 | file | passed | failed | not applicable | skipped |
 |---|---|---|---|---|
@@ -75,6 +75,8 @@ def render(root: Path = generated_page.ROOT) -> dict[Path, str]:
     skipped = sum(results.total(each) for each in _outcomes(results) if each not in known)
     text = HEAD + COUNTS.format(
         commit=results.commit,
+        measured_commit=results.measured_commit,
+        date=results.date,
         passed=results.total(PASSED),
         failed=results.total(FAILED),
         inapplicable=results.total(NOT_APPLICABLE),

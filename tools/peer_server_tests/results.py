@@ -24,6 +24,8 @@ class Results:
         reasons: number of failed tests by the reason's text.
         features: number of tests that are not applicable by what they need.
         unexplained: failed tests without a reason.
+        measured_commit: of modelmill.
+        date: of the run, in UTC.
     """
 
     commit: str
@@ -31,6 +33,8 @@ class Results:
     reasons: dict[str, int] = field(default_factory=dict)
     features: dict[str, int] = field(default_factory=dict)
     unexplained: list[str] = field(default_factory=list)
+    measured_commit: str = ""
+    date: str = ""
 
     def total(self, outcome: str) -> int:
         """The number of tests with an outcome."""
