@@ -51,6 +51,15 @@ def test_what_a_workflow_calls_is_there(path: Path) -> None:
             assert "uses" in step or command
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.name)
+def test_actions_of_workflows_are_pinned_by_commit(path: Path) -> None:
+    used = re.findall(r"uses: (\S+)(.*)", path.read_text())
+    branches = [name for name, _ in used if not re.search(r"@[0-9a-f]{40}$", name)]
+    # PyPA asks for its branch, which follows the formats of metadata
+    assert set(branches) <= {"pypa/gh-action-pypi-publish@release/v1"}
+    assert all(re.fullmatch(r" # v[\d.]+", note) for name, note in used if name not in branches)
+
+
 def test_the_workflows_cover_lint_tests_docs_release_and_gpu() -> None:
     names = {path.stem for path in WORKFLOWS}
     assert {"lint", "tests", "docs", "release", "nightly-gpu", "versions"} <= names
