@@ -23,11 +23,12 @@ def test_the_table_of_the_repository_is_fresh() -> None:
 
 def test_a_changed_table_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / page.PAGE).write_text(f"a\n{page.BEGIN}x\n{page.END}b\n", encoding="utf-8")
+    passed = f"{page.BEGIN_PASSED}x\n{page.END_PASSED}"
+    (tmp_path / page.PAGE).write_text(f"a\n{page.BEGIN}x\n{page.END}{passed}b\n", encoding="utf-8")
     assert page.main(["--root", str(tmp_path), "--check"]) == 1
     assert "run `make chat-formats`" in capsys.readouterr().err
     assert page.main(["--root", str(tmp_path)]) == 0
-    assert (tmp_path / page.PAGE).read_text(encoding="utf-8").endswith(f"{page.END}b\n")
+    assert (tmp_path / page.PAGE).read_text(encoding="utf-8").endswith(f"{page.END_PASSED}b\n")
     assert page.main(["--root", str(tmp_path), "--check"]) == 0
 
 

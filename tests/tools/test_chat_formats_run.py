@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tools.chat_formats import __main__ as command
-from tools.chat_formats import run_checks
+from tools.chat_formats import passed_runs, run_checks
+from tools.chat_formats.run_checks import FormatRun
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +78,18 @@ def test_no_process_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--jobs", "0"])
     assert "--jobs must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_the_longest_passed_run_of_a_format_is_kept(tmp_path: Path) -> None:
+    passed_runs.save_passed([FormatRun("a", checked=30), FormatRun("b", checked=20)], tmp_path)
+    later = [
+        FormatRun("a", checked=20),
+        FormatRun("b", checked=40, failures=["seed 3: differs"]),
+        FormatRun("c", first_seed=7, checked=20),
+    ]
+    passed_runs.save_passed(later, tmp_path)
+    passed = passed_runs.load_passed(tmp_path)
+    assert {name: run.answers for name, run in passed.items()} == {"a": 30, "b": 20}
+    [head, _, *lines] = passed_runs.passed_table(passed).splitlines()
+    assert head.startswith("| answers")
+    assert [line.split(" | ")[0] for line in lines] == ["| 20", "| 30"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from modelmill.text.chat_format_registry import list_chat_formats
 from tools.chat_formats.parallel_runs import run_formats
+from tools.chat_formats.passed_runs import save_passed
 from tools.chat_formats.progress_file import ProgressFile
 from tools.chat_formats.run_checks import FormatRun, is_complete, run_format
 
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first answer")
     parser.add_argument("--format", nargs="*", default=list_chat_formats(), help="names of formats")
     parser.add_argument("--progress", type=Path, help="file of what has been checked")
+    parser.add_argument("--save", action="store_true", help="for docs/chat-formats.md")
     parser.add_argument("--jobs", type=int, default=1, help="formats that are checked at once")
     options = parser.parse_args(argv)
     if options.jobs < 1:
@@ -38,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         progress.save()
         print("\ninterrupted; the same command with --progress goes on", file=sys.stderr)
         return INTERRUPTED
+    if options.save:
+        save_passed(progress.get(each, options.seed) for each in options.format)
     return 1 if any(progress.get(each, options.seed).failures for each in options.format) else 0
 
 

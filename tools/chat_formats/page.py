@@ -14,9 +14,11 @@ from modelmill.text.answer_renderer import render_answer
 from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syntax
 from modelmill.text.chat_syntax import ChatSyntax
 from tools import generated_page
+from tools.chat_formats.passed_runs import load_passed, passed_table
 
 PAGE = Path("docs/chat-formats.md")
 BEGIN, END = "<!-- formats: made by `make chat-formats` -->\n", "<!-- end of formats -->\n"
+BEGIN_PASSED, END_PASSED = "<!-- passed runs: made by `make chat-formats` -->\n", "<!-- end -->\n"
 EXAMPLE = ParsedToolCall("abc123XYZ", "f", '{"town": "Ulm", "days": 2}')
 
 
@@ -38,11 +40,16 @@ def _row(name: str, syntax: ChatSyntax) -> str:
 
 
 def render(root: Path = generated_page.ROOT) -> dict[Path, str]:
-    """The page by its path below the repository, with a fresh table."""
+    """The page by its path below the repository, with fresh tables."""
     text = (root / PAGE).read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return {PAGE: head + BEGIN + table() + END + tail}
+    text = _replace_between(text, BEGIN, table(), END)
+    return {PAGE: _replace_between(text, BEGIN_PASSED, passed_table(load_passed(root)), END_PASSED)}
+
+
+def _replace_between(text: str, begin: str, new: str, end: str) -> str:
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return head + begin + new + end + tail
 
 
 def main(argv: Sequence[str] | None = None) -> int:
