@@ -7,7 +7,7 @@ python examples/openai_async.py http://127.0.0.1:8123/v1
 import asyncio
 import sys
 
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI
 
 COUNTRIES = ("France", "Italy", "Spain", "Japan")
 
@@ -28,4 +28,8 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"))
+    address = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
+    try:
+        asyncio.run(main(address))
+    except APIConnectionError:
+        sys.exit(f"no server answers at {address}; start one: modelmill serve ENGINE")

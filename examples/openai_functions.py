@@ -8,7 +8,7 @@ python examples/openai_functions.py http://127.0.0.1:8123/v1
 import json
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def weather(city: str) -> str:
@@ -60,4 +60,8 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1")
+    address = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
+    try:
+        main(address)
+    except APIConnectionError:
+        sys.exit(f"no server answers at {address}; start one: modelmill serve ENGINE")

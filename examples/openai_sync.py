@@ -7,7 +7,7 @@ python examples/openai_sync.py http://127.0.0.1:8123/v1 [--stream]
 import sys
 from typing import Any
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def chat(client: OpenAI, text: str, max_tokens: int, **options: Any) -> Any:
@@ -50,4 +50,8 @@ def main(url: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:] or ["http://127.0.0.1:8000/v1"]))
+    words = sys.argv[1:] or ["http://127.0.0.1:8000/v1"]
+    try:
+        main(*words)
+    except APIConnectionError:
+        sys.exit(f"no server answers at {words[0]}; start one: modelmill serve ENGINE")

@@ -261,6 +261,7 @@ class LLM(OpenedEngine[EngineCore]):
         """Yield the deltas of one request as they arrive; closing the iterator aborts it."""
         return self._step_until_done([self.request(prompt, params, **template)])
 
+    @refuse_unknown_keywords("embed")
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],

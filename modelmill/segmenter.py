@@ -20,7 +20,7 @@ from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, config_from_dict
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.progress_callback import Progress
-from modelmill.core.unknown_keywords import check_option_names
+from modelmill.core.unknown_keywords import check_option_names, refuse_unknown_keywords
 from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
 from modelmill.opened_engine import (
     OpenedEngine,
@@ -130,6 +130,7 @@ class Segmenter(OpenedEngine[SamModel]):
             raise UsageError("images must be a list; for one image use set_image")
         return self.model.embed_images(images)
 
+    @refuse_unknown_keywords("predict")
     def predict(
         self,
         points: Sequence[Sequence[float]] | None = (),
@@ -158,6 +159,7 @@ class Segmenter(OpenedEngine[SamModel]):
         )
         return self.predict_all([make_prompt(points, labels, box, rough)], multimask=multimask)[0]
 
+    @refuse_unknown_keywords("predict_all")
     def predict_all(
         self,
         prompts: Sequence[Prompt],

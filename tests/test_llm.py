@@ -224,6 +224,8 @@ def test_sampling_keywords_belong_in_sampling_params(llm: LLM) -> None:
     for call in calls:
         with pytest.raises(UsageError, match=r"pass SamplingParams\(max_tokens=…\)"):
             call()
+    with pytest.raises(UsageError, match=r"unknown option dimension; did you mean dimensions\?"):
+        llm.embed("a", dimension=3)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match=r"unknown option sampling_params; did you mean params\?"):
         llm.generate("a", sampling_params=GREEDY)  # type: ignore[call-arg]
 

@@ -150,6 +150,8 @@ def test_mistakes_are_one_line(engine: Path, tmp_path: Path) -> None:
     segmenter.set_image(photo())
     with pytest.raises(RequestError, match="a point, a box or a mask"):
         segmenter.predict()
+    with pytest.raises(UsageError, match=r"unknown option multi; did you mean multimask\?"):
+        segmenter.predict(multi=False)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="unknown option colour"):
         segmenter.everything(photo(), colour=3)
     with pytest.raises(UsageError, match="dtype: decided when an engine is built"):

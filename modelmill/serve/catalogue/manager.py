@@ -396,11 +396,19 @@ class ModelManager:
 
     def metric_families(self) -> Iterable[Metric]:
         """Gauges for /metrics."""
-        states = [(each.name, each.state, self.num_waiting(each)) for each in self.models]
+        states = [
+            (each.name, self.state_for_clients(each), self.num_waiting(each))
+            for each in self.models
+        ]
         loader = self.loader
         return catalogue_gauges(
             states, loader.used_bytes, loader.budget_bytes, loader.sleeping_bytes
         )
+
+    def state_for_clients(self, model: ManagedModel) -> str:
+        """The model's state; "loading" also while its requests wait for their turn to load it."""
+        is_queued = model.state in ("unloaded", "sleeping") and self.num_waiting(model) > 0
+        return "loading" if is_queued else model.state
 
     def seconds_to_expiry(self, model: ManagedModel) -> float:
         """Seconds until an unused model is unloaded; infinite: it is not."""

@@ -51,17 +51,17 @@ def model_status(engine: EngineClient, catalogue: ModelManager | None) -> ModelS
     if catalogue is None or model is None:
         state = _STATE_NAMES[engine.state]
         return ModelStatus(state, _load_fraction(state, engine))
-    num_waiting = catalogue.num_waiting(model)
-    is_queued = num_waiting > 0 and model.state in ("unloaded", "sleeping")
+    state = catalogue.state_for_clients(model)
+    is_queued = state != model.state
     seconds = catalogue.seconds_to_expiry(model)
     expires = model.instance is not None and not math.isinf(seconds)
     return ModelStatus(
-        "loading" if is_queued else model.state,
+        state,
         0.0 if is_queued else _load_fraction(model.state, engine),
         on_demand=True,
         pinned=model.pinned,
         expires_at=time.time() + seconds if expires else None,
-        num_waiting=num_waiting,
+        num_waiting=catalogue.num_waiting(model),
         error=model.error,
     )
 

@@ -141,6 +141,8 @@ def test_a_model_that_waits_for_its_turn_is_loading(stories: Path) -> None:
         card = await served.card("b")
         assert (card["state"], card["progress"]) == ("loading", 0.0)
         assert served.models["b"].state == "unloaded"
+        metrics = (await served.client.get("/metrics")).body.decode()
+        assert 'modelmill:model_state{model_name="b",state="loading"} 1.0' in metrics
         assert served.models.manager.num_waiting(served.models["b"]) == 1, "it is asked for once"
         launcher.gate.set()
         await served.models.until(lambda: served.models["b"].state == "loaded")
