@@ -23,11 +23,11 @@ class ErrorMetrics:
 
     Errors are infinite if a tensor has NaN or Inf, or the shapes differ. ``max_abs_expected``: max
     |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ / ‖ref‖. ``gain``: <ours,
-    ref> / <ref, ref>, the factor between the two; rounding leaves it near 1. ``gain_chance``: by
+    ref> / <ref, ref>, the factor between the two; rounding leaves it near 1. ``gain_std``: by
     how much the errors of a matrix of few weights move its gain, though they do not favour either
     direction (one standard deviation); 0 where it is not measured. ``output_gain``: of a quantized
-    matrix the gain of its outputs (accept/output_gain.py), and the chance in it, which is infinite
-    where it is not measured.
+    matrix the gain of its outputs (accept/output_gain.py), and ``output_gain_std`` its standard
+    deviation, which is infinite where it is not measured.
     """
 
     name: str
@@ -39,9 +39,9 @@ class ErrorMetrics:
     cosine: float
     gain: float
     scale: float
-    gain_chance: float = 0.0
+    gain_std: float = 0.0
     output_gain: float = 1.0
-    output_gain_chance: float = INFINITE_ERROR
+    output_gain_std: float = INFINITE_ERROR
 
     @property
     def is_finite(self) -> bool:

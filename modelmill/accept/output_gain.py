@@ -27,7 +27,7 @@ class QuantizedOutputGain(NamedTuple):
     """
 
     gain: float = 1.0
-    chance: float = INFINITE_ERROR
+    std: float = INFINITE_ERROR
 
 
 def measure_quantized_output_gain(
@@ -38,7 +38,7 @@ def measure_quantized_output_gain(
     Tokens count by their energy up to that of the median token: a first token with 500 times the
     others' outputs would decide alone, and so would, if all counted the same, a token whose output
     nearly cancels. Errors are shared by the tokens where inputs lie in one direction, and by the
-    rows where these are multiples of each other, so that the larger of both spreads is the chance.
+    rows where these are multiples of each other, so that the larger of both deviations counts.
 
     inputs: batches of tokens [T, K].
     """
@@ -61,8 +61,8 @@ def measure_quantized_output_gain(
     gain = float(along.sum()) / total
     # without the common factor, which must not excuse itself
     rest = along - gain * energy
-    chances = (
+    stds = (
         float(rest.sum(1 - dim).norm()) / total * math.sqrt(count / (count - 1))
         for dim, count in enumerate((tokens, rows))
     )
-    return QuantizedOutputGain(gain, max(chances))
+    return QuantizedOutputGain(gain, max(stds))

@@ -171,7 +171,7 @@ def compare_layer_weights(
             if smoothed:
                 inputs = [x / folded_scales[site] for x in inputs]
             outputs = measure_quantized_output_gain(ours.weight, right, inputs)
-            whole = replace(whole, output_gain=outputs.gain, output_gain_chance=outputs.chance)
+            whole = replace(whole, output_gain=outputs.gain, output_gain_std=outputs.std)
             yield where, module, whole, weight_bound(dtype, weight_format)
             yield worst_block.name, module, worst_block, blocks
         else:

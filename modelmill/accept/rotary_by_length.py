@@ -19,8 +19,8 @@ ROTARY_MODULE = "rotary"
 
 
 @runtime_checkable
-class RotaryModule(Protocol):
-    """What a model's rotation tells of a prompt."""
+class LengthDependentRotary(Protocol):
+    """A rotation whose frequencies may depend on the prompt's length."""
 
     factor: float
 
@@ -34,7 +34,7 @@ def check_rotary_by_length(reference: ReferenceModel, model: Any) -> list[Tolera
     The prompts: the longest that has the first frequencies, one token more, and a longer one.
     """
     expected, rotary = getattr(reference, "rope", None), getattr(model, "rotary", None)
-    if not isinstance(expected, ReferenceRope) or not isinstance(rotary, RotaryModule):
+    if not isinstance(expected, ReferenceRope) or not isinstance(rotary, LengthDependentRotary):
         return []
     last = expected.last_unscaled_length
     if last is None:
@@ -44,7 +44,7 @@ def check_rotary_by_length(reference: ReferenceModel, model: Any) -> list[Tolera
 
 
 def _compare_at_length(
-    expected: ReferenceRope, rotary: RotaryModule, length: int
+    expected: ReferenceRope, rotary: LengthDependentRotary, length: int
 ) -> ToleranceCheckResult:
     right = expected.frequencies(1, length, torch.float32)[0]
     tables = (

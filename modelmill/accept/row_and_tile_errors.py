@@ -28,8 +28,9 @@ TILE_SIZE = 32
 # Weights processed at a time, so that float64 copies stay in the CPU cache, which decides the
 # speed.
 MAX_WEIGHTS_PER_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
-# Above so many weights chance moves the gain of a matrix of 16 levels by less than 0.002.
-MAX_NOISY_GAIN_WEIGHTS = 1 << 16
+# Above so many weights the gain of a matrix of 16 levels has a standard deviation below 0.002, and
+# it is not estimated.
+MAX_WEIGHTS_FOR_GAIN_STD = 1 << 16
 MEDIAN_ROW_STRIDE = 8  # one of so many rows contributes its median
 # Smallest energy of a row, as a share of the mean: one scale for a matrix rounds quiet rows
 # coarsely, and they matter little.
@@ -52,7 +53,7 @@ def compare_matrix_row_blocks(
     The gain of the whole is <ours, expected> / <expected, expected> over the weights within their
     row's root mean square: there rounding is unbiased. Beyond it a searched grid clips, and least
     squares shrinks values: for a matrix of 16 levels the plain gain is off by 0.01–0.04, this one
-    by less than 0.01. In a small matrix chance moves it (gain_chance).
+    by less than 0.01. In a small matrix chance moves it (gain_std).
     median_abs: the median of every eighth row's.
 
     The second result describes the worst parts: rel_l2 of the row with the largest error; gain of
@@ -70,14 +71,14 @@ def compare_matrix_row_blocks(
             return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
         measured += _measure_chunks_in_threads(list(_row_chunks(ours, expected)))
         numbers += expected.numel()
-        few = [*few, (ours, expected)] if numbers <= MAX_NOISY_GAIN_WEIGHTS else []
+        few = [*few, (ours, expected)] if numbers <= MAX_WEIGHTS_FOR_GAIN_STD else []
     every = RowAndTileErrors(*(torch.cat(parts).cpu() for parts in zip(*measured, strict=True)))
     if not bool(torch.isfinite(every.max_abs_error).all()):
         return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
     whole = _matrix_metrics(name, numbers, every)
     if few and whole.is_finite:
         ours, expected = (torch.cat(parts).double() for parts in zip(*few, strict=True))
-        whole = replace(whole, gain_chance=_estimate_gain_std(ours, expected))
+        whole = replace(whole, gain_std=_estimate_gain_std(ours, expected))
     return whole, _worst_block_metrics(f"{name}.worst_block", every)
 
 

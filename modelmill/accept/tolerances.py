@@ -145,13 +145,13 @@ class ErrorBound:
         x 0.95, whose outputs are smaller as well. Nothing honest makes a matrix larger, so that the
         upper side stays.
         """
-        limit = self._limit_with_chance(metrics.gain_chance)
+        limit = self._limit_with_std(metrics.gain_std)
         shrunk = metrics.gain < 1 and self._outputs_keep_their_size(metrics)
         return limit + metrics.rel_l2 if shrunk else limit
 
     def _errors_and_limits(self, metrics: ErrorMetrics) -> dict[str, tuple[float, float]]:
         """Return each error and its limit by what a verdict calls it."""
-        output_limit = self._limit_with_chance(metrics.output_gain_chance)
+        output_limit = self._limit_with_std(metrics.output_gain_std)
         return {
             "rel_l2": (metrics.rel_l2, self.rel_l2),
             "max_rel": (metrics.max_rel, self.max_rel),
@@ -162,13 +162,13 @@ class ErrorBound:
             "output gain - 1": (metrics.output_gain - 1, output_limit),
         }
 
-    def _limit_with_chance(self, chance: float) -> float:
-        """Return the bound of a gain in which there is so much chance (one standard deviation).
+    def _limit_with_std(self, std: float) -> float:
+        """Return the bound of a gain with this standard deviation by chance.
 
         A third of the bound is the worst honest deviation of large matrices, where chance averages
         out.
         """
-        return max(self.gain, self.gain / 3 + MAX_GAIN_DEVIATION_SIGMAS * chance)
+        return max(self.gain, self.gain / 3 + MAX_GAIN_DEVIATION_SIGMAS * std)
 
     def _outputs_keep_their_size(self, metrics: ErrorMetrics) -> bool:
         """Return whether the outputs say that a matrix is not too small.
@@ -177,7 +177,7 @@ class ErrorBound:
         is 1.018, so that of a matrix x 0.95 is 0.968 at most, where the bound is 0.03.
         """
         half = self.gain / 2
-        certain = MAX_GAIN_DEVIATION_SIGMAS * metrics.output_gain_chance <= half
+        certain = MAX_GAIN_DEVIATION_SIGMAS * metrics.output_gain_std <= half
         return certain and metrics.output_gain >= 1 - half
 
 

@@ -121,9 +121,9 @@ def explain_unused_sam_tensors(
             "the Fourier matrix once more", lambda t: torch.equal(t.float(), matrix),
         ),
         r".*\bpixel_mean": ("the pixels' mean, known",
-        lambda t: _has_values(t, (123.675, 116.28, 103.53))),
+        lambda t: _is_close_to_values(t, (123.675, 116.28, 103.53))),
         r".*\bpixel_std": ("the pixels' deviation, known",
-        lambda t: _has_values(t, (58.395, 57.12, 57.375))),
+        lambda t: _is_close_to_values(t, (58.395, 57.12, 57.375))),
         r".*image_encoder\.(norm_head|head)\..*": ("MobileSAM's head for classes", lambda _: True),
         r".*\.num_batches_tracked": ("a counter of training", lambda _: True),
         r".*\.attention_bias_idxs": ("distances in a window, computed", _is_window_distance_table),
@@ -202,7 +202,7 @@ def _is_arange(tensor: Tensor) -> bool:
     return torch.equal(tensor.flatten().long(), torch.arange(tensor.numel()))
 
 
-def _has_values(tensor: Tensor, values: tuple[float, ...]) -> bool:
+def _is_close_to_values(tensor: Tensor, values: tuple[float, ...]) -> bool:
     return _is_close(tensor, torch.tensor(values))
 
 

@@ -226,7 +226,7 @@ def tolerance_check_to_json(finding: ToleranceCheckResult) -> dict[str, Any]:
         name: round_significant_digits(value, 9 if name in ("cosine", "gain") else 4)
         for name, value in numbers.items()
     }
-    if math.isfinite(row.output_gain_chance):
+    if math.isfinite(row.output_gain_std):
         rounded["output_gain"] = round_significant_digits(row.output_gain, 9)
     return {
         "name": finding.name,

@@ -45,9 +45,9 @@ MIB = 1 << 20
 LATE_IMPORT_BYTES = 20 * MIB
 """Memory that the process loads after the plan: the runtime's modules and the kernels."""
 WRITE_BASE_BYTES = 40 * MIB
-CALIBRATION_BYTES = 25 * MIB
-ACCEPTANCE_BYTES = 60 * MIB
-ENCODER_CHECK_BYTES = 110 * MIB
+CALIBRATION_BASE_BYTES = 25 * MIB
+ACCEPTANCE_BASE_BYTES = 60 * MIB
+ENCODER_CHECK_BASE_BYTES = 110 * MIB
 """Allocations of a stage for a model of size zero: buffers of threads, KV pages of the acceptance
 text.
 """
@@ -440,7 +440,7 @@ def acceptance_bytes(
         for p in planned_tensors
         if p.decoder_layer is not None
     )
-    return ACCEPTANCE_BYTES + max(logits + table, weights * (9 if rounded else 5))
+    return ACCEPTANCE_BASE_BYTES + max(logits + table, weights * (9 if rounded else 5))
 
 
 def calibration_bytes(
@@ -470,7 +470,7 @@ def calibration_bytes(
     )
     statistics = 4 * 4 * widest**2 if needs_hessian else 0
     return (
-        CALIBRATION_BYTES
+        CALIBRATION_BASE_BYTES
         + embed
         + 3 * layer
         + statistics
@@ -485,11 +485,11 @@ def encoder_acceptance_bytes(encoder: Any, workspace_bytes: int, itemsize: int) 
     the position bias and the scores.
     """
     if not hasattr(encoder, "inner"):  # not a pure transformer
-        return ENCODER_CHECK_BYTES + int(CONV_ENCODER_CHECK_BUFFERS * workspace_bytes)
+        return ENCODER_CHECK_BASE_BYTES + int(CONV_ENCODER_CHECK_BUFFERS * workspace_bytes)
     tokens = encoder.tokens_per_side**2
     branches = 2 * 3 * tokens * max(3 * encoder.width, encoder.inner) * 4
     return int(
-        ENCODER_CHECK_BYTES
+        ENCODER_CHECK_BASE_BYTES
         + branches
         + tokens**2 * (4 * ENCODER_SCORE_MATRICES + 2 * encoder.heads * itemsize)
     )

@@ -62,7 +62,7 @@ from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops import registry
-from modelmill.quant.keep import KEEP_RECIPE_NAME, expansion_remark, resolve_keep_config
+from modelmill.quant.keep import KEEP_RECIPE_NAME, dequantization_note, resolve_keep_config
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import NO_RECIPE, Recipe, make_recipe
 from modelmill.quant.vision_encoder import describe_vision_recipe, vision_encoder_recipe
@@ -325,12 +325,12 @@ def make_build_plan(
     reasons: dict[str, str] = {}
     # what is quantized already is kept, unless another recipe is set
     quantized = bool(checkpoint.config.get("quantization_config"))
-    expanded = expansion_remark(checkpoint) if quantized else ""
+    note = dequantization_note(checkpoint) if quantized else ""
     unset = config.quantization == NO_RECIPE
-    if config.quantization == KEEP_RECIPE_NAME or (quantized and unset and not expanded):
+    if config.quantization == KEEP_RECIPE_NAME or (quantized and unset and not note):
         config, reasons = resolve_keep_config(checkpoint, config)
-    elif expanded and unset:
-        warnings.append(expanded)
+    elif note and unset:
+        warnings.append(note)
     auto_result = None
     with reraise_explained_mismatch(checkpoint, family, sizes):
         renames = resolve_rename_rules(checkpoint, family, sizes)

@@ -29,7 +29,7 @@ from modelmill.core.errors import CorruptCheckpoint
 
 DOTS1_NAMES = {**LLAMA_NAMES, **GROUPED_EXPERT_NAMES}
 ERNIE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}
-EXAONE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.e_score_correction_bias"}
+EXAONE_MOE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.e_score_correction_bias"}
 MINIMAX_NAMES = {
     **LLAMA_NAMES,
     **MIXTRAL_EXPERT_TENSORS,
@@ -180,7 +180,7 @@ BIASED_ROUTER_ARCHITECTURES = {
         ERNIE_NAMES, model_type="ernie4_5_moe", read_config=_read_ernie4_5_moe_config
     ),
     "exaone-moe": GgufArchitecture(
-        EXAONE_NAMES,
+        EXAONE_MOE_NAMES,
         model_type="exaone_moe",
         read_config=_read_exaone_moe_config,
         draft_prefix="mtp.",

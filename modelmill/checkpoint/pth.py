@@ -62,8 +62,8 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of one file by name; unwraps {"model": …} or {"state_dict": …}."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing")
-    stored = _checked_archive_data_size(path)
-    archive = stored is not None
+    stored_bytes = _checked_archive_data_size(path)
+    archive = stored_bytes is not None
     try:
         # mmap reads only the description; the old format (before torch 1.6) cannot be mapped.
         with warnings.catch_warnings():
@@ -84,8 +84,8 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
             f"{path}: is damaged or no PyTorch file ({type(error).__name__})"
         ) from None
     tensors = _unwrap_state_dict(path, content)
-    if stored is not None:
-        _check_storages(path, tensors, stored)
+    if stored_bytes is not None:
+        _check_storages(path, tensors, stored_bytes)
     return tensors
 
 
@@ -114,7 +114,7 @@ def _checked_archive_data_size(path: Path) -> int | None:
     return sum(entry.file_size for entry in entries if "/data/" in entry.filename)
 
 
-def _check_storages(path: Path, tensors: Mapping[str, torch.Tensor], stored: int) -> None:
+def _check_storages(path: Path, tensors: Mapping[str, torch.Tensor], stored_bytes: int) -> None:
     """Check that each mapped storage fits its entry and overlaps no other."""
     storages = {
         s.data_ptr(): s.nbytes()
@@ -126,9 +126,9 @@ def _check_storages(path: Path, tensors: Mapping[str, torch.Tensor], stored: int
         if start < end:
             raise CorruptCheckpoint(f"{path}: is damaged: two of its tensors overlap")
         end = start + nbytes
-    if sum(storages.values()) > stored:
+    if sum(storages.values()) > stored_bytes:
         raise CorruptCheckpoint(
-            f"{path}: is damaged: its tensors claim more bytes than the {stored} it stores"
+            f"{path}: is damaged: its tensors claim more bytes than the {stored_bytes} it stores"
         )
 
 

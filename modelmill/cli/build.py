@@ -222,7 +222,7 @@ def _build_and_report(args: Args, source: Path, vision: Any, made: BuildPlan) ->
     _warn_broken_template(made.checkpoint)
     if made.generation is not None and (unused := made.generation.unused_warning()) is not None:
         print_note(unused)
-    tuned = _read_build_autotune_record(made, args)
+    tuned = _read_autotune_record_after_build(made, args)
     if args.json:
         tuning = (
             None
@@ -265,7 +265,7 @@ def _warn_broken_template(checkpoint: Checkpoint) -> None:
         print_note(f"{facts['error']}; run it with --raw, or give another with --chat-template")
 
 
-def _read_build_autotune_record(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
+def _read_autotune_record_after_build(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
     """Return the build's autotuned launch configs; prints why if a GPU's engine has none."""
     import torch
 

@@ -31,7 +31,7 @@ from modelmill.cli.run import (
     InterruptHandler,
     print_speed,
     wait_for_first_token,
-    warn_if_context_too_short,
+    warn_if_max_tokens_exceed_context,
     with_default_max_tokens,
 )
 from modelmill.cli.terminal_chat import hide_typed_keys
@@ -432,7 +432,7 @@ class ChatSession:
                 if output is None:
                     if self.stream:
                         came()
-                    self._warn_if_context_too_short(delta.output)
+                    self._warn_if_max_tokens_exceed_context(delta.output)
                 output = delta.output
                 writer.add(delta.pieces, shown=self.stream)
                 if interrupt.requested:
@@ -443,13 +443,13 @@ class ChatSession:
             print_speed([output], time.perf_counter() - began)
         return answer
 
-    def _warn_if_context_too_short(self, answer: RequestOutput) -> None:
+    def _warn_if_max_tokens_exceed_context(self, answer: RequestOutput) -> None:
         """Warn once; the space left for answers shrinks with every turn."""
         if self._explicit_options is None or not isinstance(self.llm, LocalChatModel):
             return
         length = len(answer.prompt_token_ids) + (self._explicit_options.max_tokens or 0)
         if length > self.llm.engine_core.max_model_len:
-            warn_if_context_too_short(self.llm, self._explicit_options, [answer])
+            warn_if_max_tokens_exceed_context(self.llm, self._explicit_options, [answer])
             self._explicit_options = None
 
     def _write_answer_text(self, text: str) -> None:

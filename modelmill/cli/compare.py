@@ -101,7 +101,7 @@ def run(args: Args) -> int:
             checkpoint,
             lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=on_progress),
         )
-    print_json(result) if args.json else _show_comparison(result, args.all)
+    print_json(result) if args.json else _show_checkpoint_comparison(result, args.all)
     if args.plot is not None:
         plot(
             args.plot,
@@ -162,7 +162,7 @@ def check_same_model_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
             )
 
 
-def _show_comparison(result: dict[str, Any], every: bool) -> None:
+def _show_checkpoint_comparison(result: dict[str, Any], all_modules: bool) -> None:
     checks = result["text"]
     if checks:
         rows = [
@@ -170,7 +170,7 @@ def _show_comparison(result: dict[str, Any], every: bool) -> None:
             for c in checks
         ]
         print_table(("checked", "text", "against", "equal"), rows, title="Template and tokens")
-    layers = result["layers"] if every else worst_layer_by_module(result["layers"])
+    layers = result["layers"] if all_modules else worst_layer_by_module(result["layers"])
     outside = [layer for layer in result["layers"] if not layer["ok"] and layer not in layers]
     rows = [
         [layer["name"], *[layer[key] for key in METRIC_COLUMNS], layer["ok"]]
@@ -180,7 +180,7 @@ def _show_comparison(result: dict[str, Any], every: bool) -> None:
     print_table(
         ("module", *names, "within"),
         rows,
-        title="Every module" if every else "The worst of each module",
+        title="Every module" if all_modules else "The worst of each module",
     )
     logits = result.get("logits") or {}
     print_facts(

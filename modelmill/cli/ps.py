@@ -45,7 +45,7 @@ def run(args: Args) -> int:
     else:
         rows = [
             (
-                format_model_list(each),
+                format_served_models(each),
                 each["url"],
                 each["state"],
                 format_duration(each["seconds"]),
@@ -82,12 +82,12 @@ def server_facts(server: ServerRecord) -> dict[str, Any]:
     }
 
 
-def format_model_list(facts: Mapping[str, Any]) -> str:
-    """Return a server's models in one line; one that is not ready with its state."""
-    states = facts["model_states"]
+def format_served_models(server: Mapping[str, Any]) -> str:
+    """Return the models of a server's facts in one line; one that is not ready with its state."""
+    states = server["model_states"]
     names = (
         name if states.get(name, READY_STATE) == READY_STATE else f"{name} ({states[name]})"
-        for name in facts["models"]
+        for name in server["models"]
     )
     return ", ".join(names) or "none now"
 

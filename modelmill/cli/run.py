@@ -210,7 +210,7 @@ def wait_for_first_token(llm: Any) -> Iterator[Callable[[], None]]:
         yield waiting.close
 
 
-def warn_if_context_too_short(
+def warn_if_max_tokens_exceed_context(
     llm: Any, explicit_options: SamplingParams, outputs: Sequence[RequestOutput]
 ) -> None:
     """Print one line on stderr if the context is too short for the requested length."""
@@ -247,7 +247,7 @@ def _stream_to_stdout(
             if answer is None:
                 came()
                 print_sampling_defaults(llm, params)
-                warn_if_context_too_short(llm, explicit_options, [delta.output])
+                warn_if_max_tokens_exceed_context(llm, explicit_options, [delta.output])
             answer = delta.output
             text = delta.text or _format_ids_without_tokenizer(llm, delta.token_ids)
             sys.stdout.write(text if wrapped is None else wrapped.feed(text))
@@ -282,7 +282,7 @@ def _generate_and_print_batch(args: Args, llm: LLM, asks: list[Any], params: Sam
             answers.update(zip(indices, results, strict=True))
     seconds = time.perf_counter() - began
     ordered = [answers[index] for index in range(len(asks))]
-    warn_if_context_too_short(llm, args.sampling, ordered)
+    warn_if_max_tokens_exceed_context(llm, args.sampling, ordered)
     if args.json:
         replies = [output_to_json(answer, seconds) for answer in ordered]
         print_json(replies if args.file is not None else replies[0])

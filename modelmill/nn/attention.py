@@ -169,7 +169,7 @@ class AttentionSpec:
         return (
             input_projection_spec("qkv_proj", "qkv", rows, bias=self.qkv_bias),
             *(output_gate_projection_specs(self) if self.gated else ()),
-            *(() if self.qkv_norm is None else (self.qkv_norm.make_module_spec,)),
+            *(() if self.qkv_norm is None else (self.qkv_norm.module_spec,)),
             *(() if self.value_norm is None else (VALUE_NORM_SPEC,)),
             *((replace(QKV_CLIP_SPEC, reads=(unclipped,)),) if clipped else ()),
             *((QK_ROPE_SPEC,) if self.rotates_first else ()),

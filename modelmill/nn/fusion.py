@@ -43,7 +43,7 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
 from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
-from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS, PreNormLayer
+from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_LAYER_OUTPUTS, PreNormLayer
 from modelmill.nn.step import Step
 from modelmill.nn.whole_model_decode import (
     MAX_FUSED_TOKENS,
@@ -99,7 +99,7 @@ def _is_fusable_pre_norm_layer(layer: nn.Module) -> bool:
     is_latent = type(layer) is PreNormLayer and isinstance(layer.attn, LatentAttention)
     return (
         (is_latent or dataflow == PRE_NORM_DATAFLOW)
-        and spec.outputs == PRE_NORM_OUTPUTS
+        and spec.outputs == PRE_NORM_LAYER_OUTPUTS
         and isinstance(layer.mlp, GatedMLP | PlainMLP | MoE)
     )
 

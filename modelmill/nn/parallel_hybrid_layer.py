@@ -15,7 +15,7 @@ from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, QuantSite
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.parallel_residual_layer import BranchSum
 from modelmill.nn.partition import StateHeadPartition
-from modelmill.nn.pre_norm import PRE_NORM_OUTPUTS, PreNormLayer
+from modelmill.nn.pre_norm import PRE_NORM_LAYER_OUTPUTS, PreNormLayer
 from modelmill.nn.step import Step
 
 STATES_PER_LAYER = 2  # of a layer: the convolution's and the recurrence's
@@ -57,7 +57,7 @@ class ParallelHybridLayer(PreNormLayer):
                 QuantSiteSpec(MAMBA_OUT_PROJ_SITE),
                 *parts.mlp.quant_sites(),
             ),
-            outputs=PRE_NORM_OUTPUTS,
+            outputs=PRE_NORM_LAYER_OUTPUTS,
             partitions=(
                 parts.attention.partition,
                 mamba_partition(recurrence),

@@ -14,7 +14,7 @@ from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, make_layer
 from modelmill.nn.layer_spec import LAYER_INPUTS, ROPE_VALUE, LayerSpec
 from modelmill.nn.step import Step
 
-PRE_NORM_OUTPUTS = ("mlp_out", "attn.residual")
+PRE_NORM_LAYER_OUTPUTS = ("mlp_out", "attn.residual")
 # the modules of a pre-norm layer outside its MLP, with what each reads
 PRE_NORM_DATAFLOW = [
     ("attn_norm", LAYER_INPUTS),
@@ -81,7 +81,7 @@ class PreNormLayer(MixerLayer):
             mlp_norm_spec(parts.norm, "attn_out"),
             *parts.mlp.module_specs(),
         )
-        return make_layer_spec(parts, modules, PRE_NORM_OUTPUTS)
+        return make_layer_spec(parts, modules, PRE_NORM_LAYER_OUTPUTS)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step

@@ -35,7 +35,7 @@ class QKNormConfig:
         return ("weight", "bias") if self.kind == SHARED_HEAD_LAYER_NORM else ("weight",)
 
     @property
-    def make_module_spec(self) -> NormSpec:
+    def module_spec(self) -> NormSpec:
         """What a layer declares of it: v passes through."""
         return NormSpec(
             path="attn.qkv_norm",

@@ -122,26 +122,26 @@ def find_prequantized_weight(
     return PrequantizedWeight(resolved.sources, tuple(forms), weight_format)
 
 
-EXPANDED_FLOAT8_NOTE = (
+DEQUANTIZED_FP8_NOTE = (
     "the checkpoint's 8-bit floats are expanded, so that the engine is larger than the checkpoint; "
     "-q fp8 and int8 store 8 bits"
 )
 
 
-EXPANDED_TERNARY_NOTE = (
+DEQUANTIZED_TERNARY_NOTE = (
     "the checkpoint's ternary weights are expanded, so that the engine is larger than the "
     "checkpoint; -q int4 and int8 store 4 and 8 bits; activations, which the original rounds to 8 "
     "bits, stay in --dtype"
 )
 
 
-def expansion_remark(checkpoint: Checkpoint) -> str:
+def dequantization_note(checkpoint: Checkpoint) -> str:
     """What is said of matrices that no weight format keeps; empty where there are none."""
     view = checkpoint.view
     if isinstance(view, BitNetContainer) and view.has_quantized_matrices:
-        return EXPANDED_TERNARY_NOTE
+        return DEQUANTIZED_TERNARY_NOTE
     return (
-        EXPANDED_FLOAT8_NOTE
+        DEQUANTIZED_FP8_NOTE
         if isinstance(view, Fp8Container) and view.has_quantized_matrices
         else ""
     )
@@ -164,7 +164,7 @@ def resolve_keep_config(
             labels[form.label] += 1
         else:
             types[checkpoint.tensor_info(name).dtype] += len(checkpoint.tensor_info(name).shape) > 1
-    if expansion_remark(checkpoint):
+    if dequantization_note(checkpoint):
         is_ternary = isinstance(checkpoint.view, BitNetContainer)
         stored = "ternary weights" if is_ternary else "8-bit floats"
         raise UsageError(

@@ -459,11 +459,11 @@ class BatchPacker:
             block_tables[n:] = 0
 
     @staticmethod
-    def _pad_tokens(out: HostArrays, count: int) -> None:
-        """Fill the padding tokens after the first ``count``; slot −1 stores nothing."""
+    def _pad_tokens(out: HostArrays, num_tokens: int) -> None:
+        """Fill the padding tokens after the first ``num_tokens``; slot −1 stores nothing."""
         for section in (out.ids, out.positions, out.rope_frequency_ids):
-            section[count:] = 0
-        out.slots[count:] = -1
+            section[num_tokens:] = 0
+        out.slots[num_tokens:] = -1
 
     def _write_logit_rows(self, out: HostArrays, logit_rows: LogitRows, samples: int) -> None:
         n = len(logit_rows.rows)

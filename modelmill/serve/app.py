@@ -62,7 +62,7 @@ from modelmill.serve.routes import (
 )
 from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
 from modelmill.serve.segmentation_schema import SegmentRequest
-from modelmill.serve.service import SENT_FIELDS_SCOPE_KEY, Service
+from modelmill.serve.service import REQUEST_FIELDS_SET_SCOPE_KEY, Service
 from modelmill.serve.strict_models import StrictModel
 from modelmill.serve.tokenize_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from modelmill.serve.validation_errors import summarize_errors
@@ -202,7 +202,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     api_error = errors.to_api_error(
         error,
         frozenset() if body is None else frozenset(body.model_fields),
-        request.scope.get(SENT_FIELDS_SCOPE_KEY, frozenset()),
+        request.scope.get(REQUEST_FIELDS_SET_SCOPE_KEY, frozenset()),
     )
     if api_error.status == 500 and isinstance(error, ModelmillError):
         # the message is about this machine or engine, not the request; other exceptions are

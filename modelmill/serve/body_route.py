@@ -22,7 +22,7 @@ from modelmill.serve.gil_yielding_json_parser import BodyError, parse_json
 from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.service import (
     PRIORITY_SCOPE_KEY,
-    SENT_FIELDS_SCOPE_KEY,
+    REQUEST_FIELDS_SET_SCOPE_KEY,
     TENANT_SCOPE_KEY,
     Service,
     tenant_cache_salt,
@@ -46,7 +46,7 @@ class BodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             body = await read_validated_body(request, model)
-            request.scope[SENT_FIELDS_SCOPE_KEY] = frozenset(body.model_fields_set)
+            request.scope[REQUEST_FIELDS_SET_SCOPE_KEY] = frozenset(body.model_fields_set)
             if "cache_salt" in model.model_fields:
                 tenant = request.scope.get(TENANT_SCOPE_KEY, "")
                 salt = tenant_cache_salt(tenant, cast(Any, body).cache_salt)

@@ -95,7 +95,7 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream_fields()
-        self.check_penalty_fields()
+        self.check_penalty_field_combinations()
         if self.continue_final_message:
             check_continued_messages(self.messages, self.add_generation_prompt)
         if self.top_logprobs is not None and not self.logprobs:

@@ -53,7 +53,7 @@ class CompletionRequest(GenerationFields):
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream_fields()
-        self.check_penalty_fields()
+        self.check_penalty_field_combinations()
         if self.infill_suffix is not None and (
             self.echo or not all(isinstance(each, str) for each in self.prompts())
         ):

@@ -86,7 +86,7 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
 def to_api_error(
     error: BaseException,
     field_names: frozenset[str] = frozenset(),
-    sent_fields: frozenset[str] = frozenset(),
+    fields_set: frozenset[str] = frozenset(),
 ) -> ApiError:
     """Convert an exception to an error response.
 
@@ -95,7 +95,7 @@ def to_api_error(
     Args:
         error: to convert.
         field_names: of the request; the message may name one of them.
-        sent_fields: those that the request has.
+        fields_set: those that the request has.
     """
     if isinstance(error, ApiError):
         return error
@@ -119,7 +119,7 @@ def to_api_error(
         return ApiError(503, text, SERVER_ERROR, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):
         field, line = (
-            _field_in_message(text, field_names, sent_fields),
+            _field_in_message(text, field_names, fields_set),
             truncate_to_one_line(text, MAX_MESSAGE_CHARS),
         )
         if not isinstance(error, PromptTooLong):
@@ -133,13 +133,13 @@ def to_api_error(
 
 
 def _field_in_message(
-    text: str, field_names: frozenset[str], sent_fields: frozenset[str]
+    text: str, field_names: frozenset[str], fields_set: frozenset[str]
 ) -> str | None:
     """The field that a message begins with, or of the prompt or option that it is about."""
     word = _WORD.match(text)
     if word is not None and word[0] in field_names:
         return word[0]
-    if text.startswith(TEMPLATE_OPTION_SUBJECT) and TEMPLATE_OPTIONS_FIELD in sent_fields:
+    if text.startswith(TEMPLATE_OPTION_SUBJECT) and TEMPLATE_OPTIONS_FIELD in fields_set:
         return TEMPLATE_OPTIONS_FIELD
-    prompt_field = next((name for name in PROMPT_FIELDS if name in sent_fields), None)
+    prompt_field = next((name for name in PROMPT_FIELDS if name in fields_set), None)
     return prompt_field if text.startswith(("the prompt", "the messages")) else None

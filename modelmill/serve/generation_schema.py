@@ -190,7 +190,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
-    def check_penalty_fields(self) -> None:
+    def check_penalty_field_combinations(self) -> None:
         """Raise RequestError for a penalty of the last tokens alone, or with two names."""
         if self.repeat_penalty is not None and self.repetition_penalty is not None:
             raise RequestError("repeat_penalty is repetition_penalty; give one of them")

@@ -43,7 +43,7 @@ from modelmill.serve.service import (
 from modelmill.serve.traces import FinishedRequest, RequestTracer
 
 PUBLIC_PATHS = (b"/health", b"/ping", *PAGE_PATHS)
-IMAGE_PATHS = (
+IMAGE_INPUT_ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/chat/completions/input_tokens",
     "/v1/responses",
@@ -264,7 +264,10 @@ class _BodyLimit:
 
 def _body_limit(scope: Scope, limits: ServiceLimits) -> _BodyLimit:
     """Body limit of a path; paths without images have a smaller one."""
-    if scope["path"] in IMAGE_PATHS or limits.max_body_bytes <= limits.max_text_body_bytes:
+    if (
+        scope["path"] in IMAGE_INPUT_ENDPOINTS
+        or limits.max_body_bytes <= limits.max_text_body_bytes
+    ):
         return _BodyLimit(limits.max_body_bytes, "--max-body-bytes")
     return _BodyLimit(limits.max_text_body_bytes, "--max-text-body-bytes")
 

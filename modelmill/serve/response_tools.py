@@ -19,16 +19,16 @@ from modelmill.serve.compatibility_fields import ignored_field
 from modelmill.serve.strict_models import FAIL_FAST, StrictModel
 from modelmill.serve.tool_schema import (
     MAX_TOOLS,
-    CustomDefinition,
-    CustomFormat,
     CustomTool,
     CustomToolChoice,
+    CustomToolDefinition,
+    CustomToolFormat,
+    CustomToolGrammar,
     FunctionDefinition,
     NamedFunction,
     NamedToolChoice,
     Tool,
     ToolDefinitionBase,
-    ToolGrammar,
     check_parameter_schemas_are_json,
     make_function_choice,
     make_function_tool,
@@ -65,7 +65,7 @@ class FunctionTool(FunctionDefinition):
         return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
 
 
-class FlatCustomFormat(StrictModel):
+class FlatCustomToolFormat(StrictModel):
     """The input of a custom tool: any text, or what a grammar describes."""
 
     type: Literal["text", "grammar"]
@@ -77,7 +77,7 @@ class FlatCustomTool(ToolDefinitionBase):
     """A tool that takes a text."""
 
     type: Literal["custom"]
-    format: FlatCustomFormat | None = None
+    format: FlatCustomToolFormat | None = None
     defer_loading: bool | None = ignored_field("the model reads every tool")
     allowed_callers: Annotated[list[str], FAIL_FAST] | None = ignored_field(
         "there is one caller", max_length=16
@@ -85,12 +85,12 @@ class FlatCustomTool(ToolDefinitionBase):
 
     def to_chat_tool(self, name: str) -> CustomTool:
         """The tool of a chat request, under another name."""
-        custom = CustomDefinition(
+        custom = CustomToolDefinition(
             name=name, description=self.description, format=self._chat_format()
         )
         return CustomTool(type="custom", custom=custom)
 
-    def _chat_format(self) -> CustomFormat | None:
+    def _chat_format(self) -> CustomToolFormat | None:
         if self.format is None:
             return None
         parts = (self.format.definition, self.format.syntax)
@@ -105,8 +105,8 @@ class FlatCustomTool(ToolDefinitionBase):
             raise RequestError(
                 f"tools: the format of {self.name} needs a definition and its syntax"
             )
-        grammar = ToolGrammar(definition=self.format.definition, syntax=self.format.syntax)
-        return CustomFormat(type="grammar", grammar=grammar)
+        grammar = CustomToolGrammar(definition=self.format.definition, syntax=self.format.syntax)
+        return CustomToolFormat(type="grammar", grammar=grammar)
 
     def to_json(self) -> dict[str, Any]:
         """The tool in the response."""

@@ -53,18 +53,18 @@ class Tool(TypeKeyedToolModel):
         return self.model_dump(exclude_none=True)
 
 
-class ToolGrammar(StrictModel):
+class CustomToolGrammar(StrictModel):
     """The grammar of a custom tool's input: the model reads it, and a regex is enforced."""
 
     definition: str = Field(max_length=65536)
     syntax: Literal["lark", "regex"]
 
 
-class CustomFormat(StrictModel):
+class CustomToolFormat(StrictModel):
     """The input of a custom tool: any text, or what a grammar describes."""
 
     type: Literal["text", "grammar"]
-    grammar: ToolGrammar | None = None
+    grammar: CustomToolGrammar | None = None
 
     def check(self) -> None:
         """Raise RequestError unless exactly the type grammar has a grammar; a regex must be one."""
@@ -75,17 +75,17 @@ class CustomFormat(StrictModel):
             check_regex_syntax(self.grammar.definition)
 
 
-class CustomDefinition(ToolDefinitionBase):
+class CustomToolDefinition(ToolDefinitionBase):
     """A tool that takes a text."""
 
-    format: CustomFormat | None = None
+    format: CustomToolFormat | None = None
 
 
 class CustomTool(TypeKeyedToolModel):
     """A tool that takes a text (``custom_tools``)."""
 
     type: Literal["custom"]
-    custom: CustomDefinition
+    custom: CustomToolDefinition
 
     def as_template_tool(self) -> dict[str, Any]:
         """The tool as chat templates read it: a function with one string."""
@@ -110,7 +110,7 @@ class CustomTool(TypeKeyedToolModel):
         return enforceable_pattern(grammar.definition)
 
     @property
-    def grammar(self) -> ToolGrammar | None:
+    def grammar(self) -> CustomToolGrammar | None:
         """The grammar of its input."""
         return None if self.custom.format is None else self.custom.format.grammar
 

@@ -219,7 +219,7 @@ class MarkedAnswerParser(AnswerParser):
             undecided = (self._detect_thinking_start, self._detect_calls_or_schema)
             if self._starts and not self.in_reasoning and self._mode in undecided:
                 rest = ""
-            if self._mode == self._detect_rest_of_begun_mark:
+            if self._mode == self._match_mark_begun_in_prompt:
                 rest = ""
             if self._mode == self._detect_thinking_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
@@ -261,7 +261,7 @@ class MarkedAnswerParser(AnswerParser):
         """The mode at the begin of the content, where calls may stand in it."""
         self._marked = False
         if self._begun:
-            return self._detect_rest_of_begun_mark
+            return self._match_mark_begun_in_prompt
         if self._reader is None or not self._bare:
             return self._scan_content
         self._reader.begin_block()
@@ -298,7 +298,7 @@ class MarkedAnswerParser(AnswerParser):
         self._mode = self._choose_content_mode()
         return True
 
-    def _detect_rest_of_begun_mark(self) -> bool:
+    def _match_mark_begun_in_prompt(self) -> bool:
         """Detect what continues the mark that the prompt begins."""
         marks = tuple(mark.removeprefix(self._begun) for mark in self._prompt_begun_marks)
         if self._buffer.startswith(marks):

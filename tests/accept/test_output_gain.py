@@ -61,7 +61,7 @@ def test_a_factor_is_the_gain_without_any_chance() -> None:
     for factor in FACTORS:
         outputs = measure_quantized_output_gain(factor * weight, weight, [x[:20], x[20:]])
         assert outputs.gain == pytest.approx(factor, rel=1e-6)
-        assert outputs.chance < 1e-6
+        assert outputs.std < 1e-6
 
 
 def test_it_is_the_formula_where_tokens_are_equally_loud() -> None:
@@ -95,7 +95,7 @@ def test_neither_a_loud_token_nor_one_that_cancels_decides() -> None:
 @pytest.mark.parametrize("shared_by", ["tokens", "rows", "neither"])
 def test_gains_stray_as_far_as_is_foreseen(shared_by: str) -> None:
     """Errors are shared by tokens of one direction, and by rows that are multiples of one."""
-    off, chances = [], []
+    off, stds = [], []
     for seed in range(100):
         weight, x = normal(24, 40, seed=seed), normal(30, 40, seed=seed + 1000)
         if shared_by == "tokens":
@@ -104,10 +104,10 @@ def test_gains_stray_as_far_as_is_foreseen(shared_by: str) -> None:
             weight = weight[:, :1] * normal(1, 40, seed=seed + 2000)
         outputs = measure_quantized_output_gain(rounded(weight), weight, [x])
         off.append(abs(outputs.gain - 1))
-        chances.append(outputs.chance)
-    spread, chance = (torch.tensor(each).square().mean().sqrt() for each in (off, chances))
-    assert 0.5 < float(chance / spread) < 3
-    assert all(a <= MAX_GAIN_DEVIATION_SIGMAS * b for a, b in zip(off, chances, strict=True))
+        stds.append(outputs.std)
+    spread, std = (torch.tensor(each).square().mean().sqrt() for each in (off, stds))
+    assert 0.5 < float(std / spread) < 3
+    assert all(a <= MAX_GAIN_DEVIATION_SIGMAS * b for a, b in zip(off, stds, strict=True))
 
 
 def test_nothing_is_said_of_one_row_no_tokens_and_no_outputs() -> None:
@@ -140,7 +140,7 @@ def metrics_with_outputs(actual: Tensor, weight: Tensor, x: Tensor) -> ErrorMetr
     return replace(
         compare_matrix("w", actual, weight)[0],
         output_gain=outputs.gain,
-        output_gain_chance=outputs.chance,
+        output_gain_std=outputs.std,
     )
 
 
@@ -166,14 +166,14 @@ def test_a_factor_on_such_a_matrix_is_seen(factor: float) -> None:
     assert bound.error_to_bound_ratio(metrics) > 1.3
 
 
-@pytest.mark.parametrize(("outputs", "chance"), [(0.98, 0.0), (1.0, 0.01), (float("nan"), 0.0)])
-def test_only_outputs_that_surely_keep_their_size_excuse(outputs: float, chance: float) -> None:
+@pytest.mark.parametrize(("outputs", "std"), [(0.98, 0.0), (1.0, 0.01), (float("nan"), 0.0)])
+def test_only_outputs_that_surely_keep_their_size_excuse(outputs: float, std: float) -> None:
     weight = normal(512, 256, seed=7)
     metrics = compare_matrix("w", 0.95 * weight, weight)[0]
     bound = weight_bound("float32", "int4")
-    doubtful = replace(metrics, output_gain=outputs, output_gain_chance=chance)
+    doubtful = replace(metrics, output_gain=outputs, output_gain_std=std)
     assert "|gain - 1|" in " ".join(bound.describe_violations(doubtful))
-    certain = replace(metrics, output_gain=1.0, output_gain_chance=0.001)
+    certain = replace(metrics, output_gain=1.0, output_gain_std=0.001)
     assert not bound.describe_violations(certain)
     larger = replace(certain, gain=1.05)
     assert "|gain - 1|" in " ".join(bound.describe_violations(larger)), "smaller ones alone"

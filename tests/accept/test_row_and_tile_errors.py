@@ -192,7 +192,7 @@ def test_the_gain_of_few_weights_is_left_to_chance() -> None:
         gate = torch.randn(1, 36, generator=generator)
         rows.append(compare_matrix("gate", _four_bits(gate), gate)[0])
     off = torch.tensor([row.gain - 1 for row in rows])
-    foreseen = torch.tensor([row.gain_chance for row in rows])
+    foreseen = torch.tensor([row.gain_std for row in rows])
     assert float(off.std()) == pytest.approx(float(foreseen.mean()), rel=0.3)
     assert int((off.abs() > bound.gain).sum()) > 30  # without it each of these is refused
     assert not [row for row in rows if bound.describe_violations(row)]
@@ -207,14 +207,14 @@ def test_a_factor_on_a_small_matrix_is_no_chance(factor: float) -> None:
     assert not bound.describe_violations(right)
     assert "|gain - 1|" in " ".join(bound.describe_violations(wrong))
     # the factor does not widen its own bound
-    assert wrong.gain_chance == pytest.approx(right.gain_chance, rel=0.1)
+    assert wrong.gain_std == pytest.approx(right.gain_std, rel=0.1)
 
 
 def test_the_gain_of_many_weights_has_the_published_bound() -> None:
     weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(5))
     row, _ = compare_matrix("w", _four_bits(weight), weight)
     bound = weight_bound("float32", "int4")
-    assert row.gain_chance == 0
+    assert row.gain_std == 0
     assert bound.gain_deviation_limit(row) == bound.gain
 
 

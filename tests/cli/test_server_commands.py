@@ -152,9 +152,9 @@ def test_models_that_come_and_go_are_listed_with_their_state(
     facts = ps.server_facts(server)
     assert facts["models"] == ["a", "b", "c"]
     assert facts["model_states"] == states
-    assert ps.format_model_list(facts) == "a, b (unloaded), c (sleeping)"
+    assert ps.format_served_models(facts) == "a, b (unloaded), c (sleeping)"
     monkeypatch.setattr(ps, "fetch_server_health", lambda _: {"status": "ok", "engines": []})
-    assert ps.format_model_list(ps.server_facts(server)) == "none now"
+    assert ps.format_served_models(ps.server_facts(server)) == "none now"
 
 
 @pytest.mark.parametrize(

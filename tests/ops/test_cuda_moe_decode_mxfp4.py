@@ -87,11 +87,15 @@ def test_configs_fit(name: str) -> None:
     for product, config in products_and_configs(made):
         assert config.shared_bytes(product, made.top_k) <= moe_decode_mxfp4.MAX_SHARED_BYTES
         assert product.k % (moe_decode_mxfp4.K_TILE * config.warps) == 0
-        assert config.threads >= moe_decode_mxfp4.ROWS_PER_OUTPUT_UNIT * config.units
-        needed = config.units * moe_decode_mxfp4.stages_per_unit(product, made.top_k)
+        assert config.threads >= moe_decode_mxfp4.OUTPUT_TILE_ROWS * config.output_tiles_per_block
+        needed = config.output_tiles_per_block * moe_decode_mxfp4.stages_per_output_tile(
+            product, made.top_k
+        )
         assert config.stages_per_team(product, made.top_k) * config.ways >= needed
         assert config.ring * config.ways >= 2
-        assert config.units * SMS >= moe_decode_mxfp4.output_units(product, made.top_k)
+        assert config.output_tiles_per_block * SMS >= moe_decode_mxfp4.num_output_tiles(
+            product, made.top_k
+        )
 
 
 def test_blocks_of_both_products_fit_side_by_side() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import BlockShape, PlannedLaunch
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import LargeMConfig, PlannedLaunch
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     WeightTileRange,
     WqSpec,
@@ -48,8 +48,8 @@ def test_a_plan_covers_the_weight_once(
         for number in range(each.tiles.first, each.tiles.first + each.tiles.number)
     ]
     assert not plan or covered == list(range(count_weight_tiles(rows)))
-    for shape, _ in plan:
-        memory = wq_gemm_large_m.block_memory(spec, shape)
+    for config, _ in plan:
+        memory = wq_gemm_large_m.block_memory(spec, config)
         assert memory.shared_bytes <= 227 << 10
         assert 3 <= memory.num_stages <= 8
 
@@ -62,15 +62,15 @@ def test_groups_of_128_of_large_models_are_served(bits: int) -> None:
 
 
 def test_warm_up_meets_every_plan() -> None:
-    def shapes(tokens: int, spec: WqSpec) -> set[BlockShape]:
+    def configs(tokens: int, spec: WqSpec) -> set[LargeMConfig]:
         plan = wq_gemm_large_m.fastest_plan(tokens, 4608, spec, 132)
-        return {each.shape for each in plan}
+        return {each.config for each in plan}
 
     for most, columns in itertools.product((129, 200, 700, 1024, 5000), (3584, 14336)):
         spec = _spec(4, columns, 128, offset=True)
         rows = wq_gemm_large_m.warmup_sizes(4, most)
-        met = set().union(*(shapes(tokens, spec) for tokens in rows))
-        assert met >= set().union(*(shapes(n, spec) for n in range(129, min(most, 2048) + 1)))
+        met = set().union(*(configs(tokens, spec) for tokens in rows))
+        assert met >= set().union(*(configs(n, spec) for n in range(129, min(most, 2048) + 1)))
 
 
 @requires_nvcc
@@ -87,9 +87,9 @@ def test_compiles_without_spills(block_m: int, split_k: int, tmp_path: Path) -> 
     ]
     pairs = list(itertools.product((torch.bfloat16, torch.float16), (True, False)))
     for spec, (dtype, gated) in zip(specs, 2 * pairs):
-        shape = BlockShape(block_m, split_k)
-        assert wq_gemm_large_m.fits_shared_memory(spec, shape)
-        macros = wq_gemm_large_m.kernel_macros(dtype, spec, shape, gated=gated)
+        config = LargeMConfig(block_m, split_k)
+        assert wq_gemm_large_m.fits_shared_memory(spec, config)
+        macros = wq_gemm_large_m.kernel_macros(dtype, spec, config, gated=gated)
         # split-K's end in float16 puts a word away, behind the loop
         most = 8 if dtype is torch.float16 and split_k > 2 else 0
         compiles_without_spills("wq_gemm_large_m.cu", macros, tmp_path / "out", most)
@@ -97,10 +97,10 @@ def test_compiles_without_spills(block_m: int, split_k: int, tmp_path: Path) -> 
 
 @pytest.mark.gpu
 @requires_cuda_kernels
-@pytest.mark.parametrize("shape", itertools.product(wq_gemm_large_m.BLOCK_M, (1, 2, 3, 4)))
+@pytest.mark.parametrize("config", itertools.product(wq_gemm_large_m.BLOCK_M, (1, 2, 3, 4)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_form(shape: tuple[int, int], dtype: torch.dtype, bits: int) -> None:
+def test_every_form(config: tuple[int, int], dtype: torch.dtype, bits: int) -> None:
     cases = [
         (70, 136, 2048, 128),
         (513, 4096, 4096, 256),
@@ -114,7 +114,7 @@ def test_every_form(shape: tuple[int, int], dtype: torch.dtype, bits: int) -> No
             continue
         offset = not gated or tokens == 300
         spec = _spec(bits, columns, group, offset=offset)
-        if not wq_gemm_large_m.fits_shared_memory(spec, BlockShape(*shape)):
+        if not wq_gemm_large_m.fits_shared_memory(spec, LargeMConfig(*config)):
             continue
         args = random_codes(bits, rows, columns, group, offset=offset, seed=tokens)
         bias = torch.randn(rows, device="cuda", dtype=dtype) if tokens in (70, 1000) else None
@@ -126,6 +126,6 @@ def test_every_form(shape: tuple[int, int], dtype: torch.dtype, bits: int) -> No
         tiles = count_weight_tiles(rows)
         first = max(tiles // 2, 1)
         halves = (WeightTileRange(0, first), WeightTileRange(first, tiles - first))
-        plan = tuple(PlannedLaunch(BlockShape(*shape), half) for half in halves if half.number)
+        plan = tuple(PlannedLaunch(LargeMConfig(*config), half) for half in halves if half.number)
         multiply = functools.partial(wq_gemm_large_m.wq_gemm, plan=plan)
         check_wq_gemm(multiply, inputs, bits, gated=gated)

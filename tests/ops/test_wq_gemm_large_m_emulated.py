@@ -9,7 +9,7 @@ import torch
 
 from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_large_m
-from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import BlockShape, PlannedLaunch
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_large_m import LargeMConfig, PlannedLaunch
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     WeightTileRange,
     count_weight_tiles,
@@ -32,31 +32,31 @@ def x_in_front(_: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
     return mapped_range(arguments[0])
 
 
-def one_launch(rows: int, shape: tuple[int, int]) -> tuple[PlannedLaunch, ...]:
-    return (PlannedLaunch(BlockShape(*shape), WeightTileRange(0, count_weight_tiles(rows))),)
+def one_launch(rows: int, config: tuple[int, int]) -> tuple[PlannedLaunch, ...]:
+    return (PlannedLaunch(LargeMConfig(*config), WeightTileRange(0, count_weight_tiles(rows))),)
 
 
 def error(
     emulator: Emulator,
     case: GemmCase,
-    shape: tuple[int, int],
+    config: tuple[int, int],
     plan: tuple[PlannedLaunch, ...] = (),
 ) -> float:
-    """shape: rows of x of a block, split of K. plan: other launches than one of this shape."""
+    """config: rows of x of a block, split of K. plan: other launches than one of this config."""
     _, rows, _ = case.size
     # not 0 in the mean: an error that all weights of a row share does not cancel
     inputs, dense = random_operands(case, mean=0.5)
     emulator.preceding_writes = x_in_front
     spec = problem_weight_spec(make_groupwise_problem(*inputs), wq_gemm_large_m.K_TILE)
     assert supports_weight(rows, spec, gated=case.gated)
-    assert wq_gemm_large_m.fits_shared_memory(spec, BlockShape(*shape))
-    plan = plan or one_launch(rows, shape)
+    assert wq_gemm_large_m.fits_shared_memory(spec, LargeMConfig(*config))
+    plan = plan or one_launch(rows, config)
     actual = wq_gemm_large_m.wq_gemm(inputs, plan, gated=case.gated)
     return matmul_error(actual, inputs.x, dense, inputs.bias, gated=case.gated)
 
 
 @pytest.mark.parametrize(
-    ("case", "shape"),
+    ("case", "config"),
     [
         (GemmCase((70, 136, 352), 128, BF, biased=True), (128, 1)),
         (GemmCase((140, 144, 544), ONE_GROUP, HF, gated=True, symmetric=True), (192, 1)),
@@ -86,8 +86,8 @@ def error(
         ),
     ],
 )
-def test_products(emulator: Emulator, case: GemmCase, shape: tuple[int, int]) -> None:
-    assert error(emulator, case, shape) < (GATED_LIMIT if case.gated else LIMIT)[case.dtype]
+def test_products(emulator: Emulator, case: GemmCase, config: tuple[int, int]) -> None:
+    assert error(emulator, case, config) < (GATED_LIMIT if case.gated else LIMIT)[case.dtype]
     assert [name for name, _ in emulator.launched] == ["wq_gemm_large_m"]
 
 
@@ -110,8 +110,8 @@ def test_codes_of_zero_add_nothing(emulator: Emulator, of: ModuleType, scales: t
 @pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_weight_in_two_launches(emulator: Emulator, gated: bool) -> None:
     plan = (
-        PlannedLaunch(BlockShape(192, 1), WeightTileRange(0, 2)),
-        PlannedLaunch(BlockShape(128, 2), WeightTileRange(2, 1)),
+        PlannedLaunch(LargeMConfig(192, 1), WeightTileRange(0, 2)),
+        PlannedLaunch(LargeMConfig(128, 2), WeightTileRange(2, 1)),
     )
     case = GemmCase((130, 656 if gated else 328, 1056), 128, BF, gated=gated)
     if gated:

@@ -126,7 +126,7 @@ def _open_gguf_reference(
         tensors = source_class(container, dtype, config, device=device)
         model: Any = _find_family_module(config).REFERENCE(tensors, config)
         if ROPE_FREQS_TENSOR_NAME in container.names():
-            divisors = tensors.read_original_tensor(ROPE_FREQS_TENSOR_NAME)
+            divisors = tensors.read_uncast_tensor(ROPE_FREQS_TENSOR_NAME)
             model.set_rope(_divide_rope_frequencies(model.rope, divisors))
         return cast(ReferenceModel, model)
     config = _read_gguf_config(config_from_gguf, container)
@@ -139,9 +139,7 @@ def _open_gguf_reference(
             reference.set_rope(reference_rope_from_gguf(container, own_keys))
         return reference
     if ROPE_FREQS_TENSOR_NAME in container.names():
-        source.read_original_tensor(
-            ROPE_FREQS_TENSOR_NAME
-        )  # rotary frequencies are computed from it
+        source.read_uncast_tensor(ROPE_FREQS_TENSOR_NAME)  # rotary frequencies are computed from it
     if container.metadata["general.architecture"] != config["model_type"]:
         return decoder.DecoderReference(source, config)
     return decoder.DecoderReference(source, config, reference_rope_from_gguf(container, config))
@@ -176,7 +174,7 @@ def _open_gemma4_gguf_reference(
 ) -> ReferenceModel:
     config = gguf_gemma4.gemma4_config(container)
     source = gguf_gemma4.Gemma4GgufSource(container, dtype, config, device=device)
-    source.read_original_tensor(gguf_gemma4.ROPE_FREQS_TENSOR)  # the config was made from it
+    source.read_uncast_tensor(gguf_gemma4.ROPE_FREQS_TENSOR)  # the config was made from it
     reference: ReferenceModel = _find_family_module(config).REFERENCE(source, config)
     return reference
 

@@ -58,7 +58,7 @@ class DequantizedContainer:
         return []
 
     def get(self, name: str) -> torch.Tensor:
-        """Read one tensor by its name, in the reference's dtype."""
+        """Read one tensor by its name: a packed matrix in float64, another in its stored dtype."""
         stem, _, suffix = name.rpartition(".")
         if self._settings.get("quant_method") == "bitnet":
             return self._dequantize_bitnet_tensor(name)

@@ -120,7 +120,7 @@ class GatedDeltaNetMixin(HybridLayersMixin, PerHeadQKNormMixin):
             rows = [*qkv, *(get(f"{stem}.in_proj_{name}.weight") for name in "zba")]
         return weights | {n: ModuleWeights(r) for n, r in zip("qkvzba", rows, strict=True)}
 
-    def run_recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_recurrent_mixer(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence up to its output projection."""
         q, k, v, z, b, a = (r.linear(name, normed) for name in "qkvzba")
         mixed = self.causal_conv_and_silu(r, torch.cat((q, k, v), -1))

@@ -38,11 +38,11 @@ class ApertusGgufSource(GgufSource):
         "feedforward_layernorm": "ffn_norm",
     }
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor, or a number of the activation."""
         stem, is_slope, slope = name.partition(".mlp.act_fn.")
         if not is_slope:
-            return super().read_original_tensor(name)
+            return super().read_uncast_tensor(name)
         stored = self.container.metadata[f"xielu.{slope}"]
         value = stored if isinstance(stored, float) else stored[int(stem.rpartition(".")[2])]
         return torch.tensor(float(value))

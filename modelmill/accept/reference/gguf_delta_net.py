@@ -106,14 +106,14 @@ class DeltaNetGgufSource(GgufSource):
         is_half = ".experts." in part and part.split(".")[-2] in GATE_UP_CHUNK_INDEX
         return fused if is_half and fused in self._names else super().stored_tensor_name(name)
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
         part = name.removeprefix("model.layers.").partition(".")[2]
         if part.startswith("linear_attn."):
             return self._read_recurrence_tensor(name, part.removeprefix("linear_attn."))
         if name.endswith("norm.weight"):
-            return super().read_original_tensor(name) - 1
-        tensor = super().read_original_tensor(name)
+            return super().read_uncast_tensor(name) - 1
+        tensor = super().read_uncast_tensor(name)
         if ".experts." in part and "ffn_gate_up_exps" in self.stored_tensor_name(name):
             return tensor.chunk(2)[GATE_UP_CHUNK_INDEX[part.split(".")[-2]]]
         return tensor
@@ -122,7 +122,7 @@ class DeltaNetGgufSource(GgufSource):
         """Return a recurrence's tensor."""
         if not self.has(name):  # Qwen3-Next's, from a matrix by head of keys
             return self._ungroup_projection(name, part)
-        tensor = super().read_original_tensor(name)
+        tensor = super().read_uncast_tensor(name)
         if part == "A_log":
             tensor = (-tensor.float()).log()
         if part == "norm.weight":
@@ -147,7 +147,7 @@ class DeltaNetGgufSource(GgufSource):
         """Return q, k and v, or z, b or a of all heads, each group's parts apart."""
         whole = "in_proj_ba" if part[len("in_proj_")] in "ab" else "in_proj_qkvz"
         own = part.removesuffix(".weight")
-        matrix = super().read_original_tensor(name.replace(own, whole))
+        matrix = super().read_uncast_tensor(name.replace(own, whole))
         keys, heads = (self._config[f"linear_num_{each}_heads"] for each in ("key", "value"))
         dim, width = (self._config[f"linear_{each}_head_dim"] for each in ("key", "value"))
         values = heads // keys * width

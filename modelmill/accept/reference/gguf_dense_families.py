@@ -144,9 +144,9 @@ def starcoder_config(container: RawContainer) -> dict[str, Any]:
 class PermutedGgufSource(GgufSource):
     """A container whose rows of q and k are in interleaved order."""
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, each head's rows as first half and second half."""
-        tensor = super().read_original_tensor(name)
+        tensor = super().read_uncast_tensor(name)
         if ".self_attn.q_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_attention_heads"])
         if ".self_attn.k_proj." in name:
@@ -157,9 +157,9 @@ class PermutedGgufSource(GgufSource):
 class NemotronGgufSource(GgufSource):
     """A container whose norms' weights are stored plus 1."""
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, a norm's weight less 1."""
-        tensor = super().read_original_tensor(name)
+        tensor = super().read_uncast_tensor(name)
         return tensor - 1 if name.endswith("norm.weight") else tensor
 
 
@@ -203,7 +203,7 @@ class Phi3GgufSource(GgufSource):
         super().__init__(container, *args, **kwargs)
         for name in LONGROPE_FACTOR_TENSORS:
             if self.has(f"{name}.weight"):
-                self.read_original_tensor(f"{name}.weight")  # the config was made from it
+                self.read_uncast_tensor(f"{name}.weight")  # the config was made from it
 
 
 CONFIG_READERS_AND_SOURCES: dict[str, GgufConfigReaderAndSource] = {

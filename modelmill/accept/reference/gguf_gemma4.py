@@ -84,9 +84,9 @@ class Gemma4GgufSource(GgufSource):
             return both if fused else f"blk.{index}.ffn_{matrix}_exps.weight"
         return super().stored_tensor_name(name)
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized; gate and up of an expert are the halves of one matrix."""
-        tensor = super().read_original_tensor(name)
+        tensor = super().read_uncast_tensor(name)
         if "gate_up_exps" not in self.stored_tensor_name(name):
             return tensor
         gate, up = tensor.chunk(2)

@@ -61,9 +61,9 @@ class Lfm2GgufSource(GgufSource):
         "feed_forward.gate": "ffn_gate_inp",
     }
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
-        tensor = super().read_original_tensor(name)
+        tensor = super().read_uncast_tensor(name)
         return tensor[:, None] if name.endswith(".conv.conv.weight") else tensor
 
 

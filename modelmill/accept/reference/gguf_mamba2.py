@@ -81,9 +81,9 @@ class Mamba2GgufSource(GgufSource):
             else super().stored_tensor_name(name)
         )
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
-        tensor = super().read_original_tensor(name)
+        tensor = super().read_uncast_tensor(name)
         return undo_gguf_ssm_conversion(name, tensor) if ".mixer." in name else tensor
 
 
@@ -174,9 +174,9 @@ class HybridGgufSource(GgufSource):
                 return beside if beside in self._names else f"blk.{index}.ffn_{matrix}.weight"
         return super().stored_tensor_name(name)
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
-        tensor = super().read_original_tensor(name)
+        tensor = super().read_uncast_tensor(name)
         return undo_gguf_ssm_conversion(name, tensor) if ".mamba." in name else tensor
 
 

@@ -98,9 +98,9 @@ class NemotronHGgufSource(GgufSource):
             return f"blk.{layer}.{BRANCH_TENSORS[stem]}.{suffix}"
         return f"blk.{layer}.{gguf_ssm_tensor_name(own)}"
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
-        tensor = super().read_original_tensor(name)
+        tensor = super().read_uncast_tensor(name)
         is_mixed = ".ssm_" in self.stored_tensor_name(name)
         return undo_gguf_ssm_conversion(name, tensor) if is_mixed else tensor
 

@@ -293,23 +293,23 @@ class GgufSource(TensorSource):
         index, _, part = stem.removeprefix(layers).partition(".")
         return f"blk.{index}.{own[part]}.{suffix}" if part in own else gguf_tensor_name(name)
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, in the file's layout."""
         if ".experts." in name:
             return self._read_expert(name)
         if ".kv_b_proj." in name and not self.has(name):  # of newer files
-            keys = super().read_original_tensor(name.replace("kv_b_proj", "k_b_proj"))
-            values = super().read_original_tensor(name.replace("kv_b_proj", "v_b_proj"))
+            keys = super().read_uncast_tensor(name.replace("kv_b_proj", "k_b_proj"))
+            values = super().read_uncast_tensor(name.replace("kv_b_proj", "v_b_proj"))
             return torch.cat((keys.mT, values), dim=1).reshape(-1, keys.shape[1])
         if ".W_pack." in name:
             parts = (name.replace("W_pack", f"{part}_proj") for part in "qkv")
-            return torch.cat([self.read_original_tensor(part) for part in parts])
+            return torch.cat([self.read_uncast_tensor(part) for part in parts])
         if ".block_sparse_moe." in name and name.endswith("put_linear.weight"):
             return self._read_granite_experts(name)
         if ".shared_mlp.input_linear." in name:
-            up = super().read_original_tensor(name.replace("input_linear", "up_linear"))
-            return torch.cat((super().read_original_tensor(name), up))
-        tensor = super().read_original_tensor(name)
+            up = super().read_uncast_tensor(name.replace("input_linear", "up_linear"))
+            return torch.cat((super().read_uncast_tensor(name), up))
+        tensor = super().read_uncast_tensor(name)
         if ".shared_expert_gate." in name and tensor.ndim == 1:
             return tensor[None]
         model_type = self._config["model_type"]
@@ -328,9 +328,9 @@ class GgufSource(TensorSource):
     def _read_granite_experts(self, name: str) -> Tensor:
         """Return all experts' matrices, gate above up; the last that were read are kept."""
         if self._stack is None or self._stack[0] != name:
-            stack = super().read_original_tensor(name)
+            stack = super().read_uncast_tensor(name)
             if "input_linear" in name:
-                up = super().read_original_tensor(name.replace("input_linear", "up_linear"))
+                up = super().read_uncast_tensor(name.replace("input_linear", "up_linear"))
                 stack = torch.cat((stack, up), dim=1)
             self._stack = name, stack
         return self._stack[1]
@@ -339,7 +339,7 @@ class GgufSource(TensorSource):
         """Return one expert's matrix; the last stack that was read is kept."""
         raw = self.stored_tensor_name(name)
         if self._stack is None or self._stack[0] != raw:
-            self._stack = raw, super().read_original_tensor(name)
+            self._stack = raw, super().read_uncast_tensor(name)
         return self._stack[1][int(name.partition(".experts.")[2].partition(".")[0])]
 
 

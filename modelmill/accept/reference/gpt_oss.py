@@ -72,9 +72,9 @@ class GptOssReference(PlainDecoderReference):
     def _read_expert_matrix(self, name: str, expert: int) -> Tensor:
         """Return an expert's matrix [out, in]; gate and up take turns."""
         if not self.source.has(f"{name}_blocks"):
-            return self.source.read_original_tensor(name)[expert].to(self.device, self.dtype).T
-        blocks = self.source.read_original_tensor(f"{name}_blocks")[expert].to(self.device)
-        exponents = self.source.read_original_tensor(f"{name}_scales")[expert].to(self.device)
+            return self.source.read_uncast_tensor(name)[expert].to(self.device, self.dtype).T
+        blocks = self.source.read_uncast_tensor(f"{name}_blocks")[expert].to(self.device)
+        exponents = self.source.read_uncast_tensor(f"{name}_scales")[expert].to(self.device)
         codes = torch.stack((blocks % 16, blocks // 16), dim=-1).flatten(2).long()
         return (decode_e2m1(codes).to(self.dtype) * self._decode_e8m0(exponents)).flatten(1)
 

@@ -60,7 +60,7 @@ class GraniteMoeHybridReference(HybridLayersMixin, Mamba2Mixin, GraniteMoeRefere
         """Run the MLP beside the experts."""
         return self.run_expert(r, "shared_expert", x)
 
-    def run_recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_recurrent_mixer(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence, with its output projection."""
         return self.run_ssm_mixer(r, normed)
 

@@ -21,7 +21,7 @@ class HybridLayersMixin(PlainDecoderReference):
     recurrent: Sequence[bool]
 
     @abstractmethod
-    def run_recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_recurrent_mixer(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence, with its output projection."""
 
     def run_token_mixer(
@@ -29,5 +29,5 @@ class HybridLayersMixin(PlainDecoderReference):
     ) -> Tensor:
         """Run a layer's attention or recurrence."""
         if self.recurrent[index]:
-            return self.run_recurrence(r, normed)
+            return self.run_recurrent_mixer(r, normed)
         return super().run_token_mixer(index, r, normed, prompt_length)

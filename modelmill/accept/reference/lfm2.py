@@ -69,7 +69,7 @@ class Lfm2Reference(HybridLayersMixin, PerHeadQKNormMixin):
             "o_proj": self.read_linear(f"{stem}.out_proj", self.conv_bias),
         }
 
-    def run_recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_recurrent_mixer(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's convolution, with its output projection."""
         b, c, x = (r.linear(name, normed) for name in ("B", "C", "x"))
         mixed = self.apply_causal_convolution(r, r.record("conv_input", b * x, b, c, x))

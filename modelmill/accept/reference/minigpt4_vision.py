@@ -253,7 +253,7 @@ class MiniGpt4VisionReference(VisionReference):
         engine_name, file_name = names
         weight = self.source.get(f"{file_name}.weight")
         bias = self.source.get(f"{file_name}.bias")
-        return self.apply_and_collect_norm(
+        return self.apply_and_register_norm(
             ReferenceNorm(engine_name, layer, module, weight, bias, eps), x
         )
 

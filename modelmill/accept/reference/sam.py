@@ -87,7 +87,7 @@ class SamReference(VisionReference):
         """Apply a norm by its path."""
         weight, bias = self.get(f"{path}.weight"), self.get(f"{path}.bias")
         norm = ReferenceNorm(path, *split_encoder_path(path), weight, bias, eps, channels)
-        return self.apply_and_collect_norm(norm, x)
+        return self.apply_and_register_norm(norm, x)
 
     def read_linear(self, path: str) -> ModuleWeights:
         """Return [out, in] and [out] of a linear layer, or of a 1×1 convolution with batch norm."""

@@ -36,7 +36,7 @@ class RawContainer(Protocol):
         """Return shape and dtype of a tensor without reading it."""
 
     def get(self, name: str) -> Tensor:
-        """Read one tensor by its name, in the reference's dtype."""
+        """Read one tensor by its name, in its stored dtype; a dequantized one in float64."""
 
 
 class OpenedCheckpoint(Protocol):
@@ -79,7 +79,7 @@ class TensorSource:
             return name[len(self._name_prefix) :]
         return name
 
-    def read_original_tensor(self, name: str) -> Tensor:
+    def read_uncast_tensor(self, name: str) -> Tensor:
         """Return the tensor in its stored dtype, in the original model's orientation.
 
         Quantized tensors are expanded.
@@ -120,15 +120,15 @@ class TensorSource:
 
     def get(self, name: str) -> Tensor:
         """Return the tensor in the reference's dtype."""
-        return self._to_reference_dtype(self.read_original_tensor(name))
+        return self._to_reference_dtype(self.read_uncast_tensor(name))
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Return some rows of a matrix, converted after selection."""
-        return self._to_reference_dtype(self.read_original_tensor(name)[index])
+        return self._to_reference_dtype(self.read_uncast_tensor(name)[index])
 
     def row_blocks(self, name: str) -> Iterator[Tensor]:
         """Yield a matrix in blocks of rows, so that a vocabulary is never converted as a whole."""
-        matrix = self.read_original_tensor(name)
+        matrix = self.read_uncast_tensor(name)
         for start in range(0, matrix.shape[0], BLOCK_ROWS):
             yield self._to_reference_dtype(matrix[start : start + BLOCK_ROWS])
 

@@ -77,7 +77,7 @@ class VisionReference(ABC):
         self.source = TensorSource(checkpoint.raw_container, torch.float32)
         self.norms: list[ReferenceNorm] = []
 
-    def apply_and_collect_norm(self, norm: ReferenceNorm, x: Tensor) -> Tensor:
+    def apply_and_register_norm(self, norm: ReferenceNorm, x: Tensor) -> Tensor:
         """Apply a norm and record it, so that its eps can be checked on small inputs."""
         if all(known.path != norm.path for known in self.norms):
             self.norms.append(norm)

@@ -87,7 +87,7 @@ class LlamaCppFields(UnlimitedTemperature, GenerationFields):
         """Raise RequestError for what these routes do not return."""
         if (self.n or 1) > 1:
             raise RequestError("n is not supported here; use /v1/completions")
-        self.check_penalty_fields()
+        self.check_penalty_field_combinations()
         self.check_stream_fields()
 
 

@@ -141,7 +141,7 @@ def check_message_sizes(
     """
     max_chars = max_model_len * text_processor.max_token_bytes
     parts = [part for message in messages for part in _iter_template_values(message)]
-    if _exceeds_chars([*parts, *tools], max_chars):
+    if _exceeds_total_chars([*parts, *tools], max_chars):
         subject = "the messages and tools" if tools else "the messages"
         raise PromptTooLong(
             f"{subject} have more than {max_chars} characters, this engine takes {max_model_len} "
@@ -179,7 +179,7 @@ def naming_prompt(name: str | None) -> Iterator[None]:
         raise error.reworded(f"{name}: {error}") from None
 
 
-def _exceeds_chars(values: Sequence[Any], max_chars: int) -> bool:
+def _exceeds_total_chars(values: Sequence[Any], max_chars: int) -> bool:
     """Whether JSON data has more than ``max_chars`` characters in any serialization.
 
     Works without recursion, for any depth of nesting.

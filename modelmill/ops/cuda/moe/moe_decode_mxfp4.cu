@@ -35,8 +35,8 @@
 // integer units busy, half as many as there are for floats: so scales are applied in float32.
 //
 // Macros: those of moe_fragments.cuh (FORMAT, ROW_TILES and TOKEN_TILES are 1, K_TILE 32), N,
-// TOP_K, WAYS, RING (stages of a team), UNITS (8 output rows: most of a block), GATED, BIAS,
-// SHARED, GATE (moe_activation.cuh).
+// TOP_K, WAYS, RING (stages of a team), OUTPUT_TILES_PER_BLOCK (at most; of 8 output rows), GATED,
+// BIAS, SHARED, GATE (moe_activation.cuh).
 #include "common/smem_pipeline.cuh"
 #include "moe/moe_activation.cuh"
 #include "moe/moe_fragments.cuh"
@@ -46,9 +46,9 @@ static_assert(TILES_PER_WARP * K_TILE * WARPS == K, "the warps divide the K tile
 static_assert(FORMAT == E2M1 && K_TILE == 32, "a K tile has one scale");
 constexpr int TEAM_WARPS = WARPS * WAYS, THREADS = 32 * (TEAM_WARPS + 1), ROWS = 8,
               STAGES = RING * WAYS;
-constexpr int UNITS_PER_MATRIX = N / ROWS,
-              TOTAL_UNITS = GATED ? TOP_K * UNITS_PER_MATRIX : UNITS_PER_MATRIX;
-constexpr int PARTS = GATED ? 1 : (TOP_K + 1) / 2;  // stages of a unit
+constexpr int OUTPUT_TILES_PER_MATRIX = N / ROWS,
+              NUM_OUTPUT_TILES = GATED ? TOP_K * OUTPUT_TILES_PER_MATRIX : OUTPUT_TILES_PER_MATRIX;
+constexpr int PARTS = GATED ? 1 : (TOP_K + 1) / 2;  // stages of an output tile
 // Stage: weights, scales; each in two halves.
 constexpr int SCALE_AT = HALF_AT + ROWS * ROW_BYTES,
               STAGE_BYTES = SCALE_AT + 2 * ROWS * SCALE_BYTES,
@@ -74,29 +74,30 @@ extern __shared__ __align__(1024) unsigned char shared[];
 // Shared memory behind the rings.
 struct Exchange {
     u16 x[GATED ? K : TOP_K * (K + X_PAD)];
-    // of a unit, its rows; of both matrices, where each has an output of its own
-    float partial[UNITS][GATED ? WARPS : TEAM_WARPS][GATED ? 2 : 1][ROWS];
+    // of an output tile, its rows; of both matrices, where each has an output of its own
+    float partial[OUTPUT_TILES_PER_BLOCK][GATED ? WARPS : TEAM_WARPS][GATED ? 2 : 1][ROWS];
     u64 x_full[PARTS];  // the inputs of two experts have landed
     PipelineBarriers<STAGES> stages;
 };
 
 struct Range {
-    int begin, end;  // units of this block
-    __device__ int units() const { return end - begin; }
+    int begin, end;  // output tiles of this block
+    __device__ int size() const { return end - begin; }
 };
 
 __device__ inline Range range_of_block() {
-    return {static_cast<int>(static_cast<long long>(TOTAL_UNITS) * blockIdx.x / gridDim.x),
-            static_cast<int>(static_cast<long long>(TOTAL_UNITS) * (blockIdx.x + 1) / gridDim.x)};
+    return {
+        static_cast<int>(static_cast<long long>(NUM_OUTPUT_TILES) * blockIdx.x / gridDim.x),
+        static_cast<int>(static_cast<long long>(NUM_OUTPUT_TILES) * (blockIdx.x + 1) / gridDim.x)};
 }
 
-// A stage of the block: unit `unit` of its range and part `part` of it.
+// A stage of the block: output tile `output_tile` of its range and part `part` of it.
 struct Stage {
-    int unit, part, team, turn;  // turn: how many stages the team has before it
+    int output_tile, part, team, turn;  // turn: how many stages the team has before it
 
-    __device__ Stage(int unit, int part, int units)
-        : unit(unit), part(part), team((GATED ? unit : part) % WAYS),
-          turn(GATED ? unit / WAYS : part / WAYS * units + unit) {}
+    __device__ Stage(int output_tile, int part, int output_tiles)
+        : output_tile(output_tile), part(part), team((GATED ? output_tile : part) % WAYS),
+          turn(GATED ? output_tile / WAYS : part / WAYS * output_tiles + output_tile) {}
     __device__ int slot() const { return team * RING + turn % RING; }
     __device__ u32 parity() const { return turn / RING % 2; }
 };
@@ -109,13 +110,13 @@ struct Producer {
     int lane, id;  // lane i knows the i-th expert
 
     // Row of the stacked matrices where a half of a stage begins.
-    __device__ long long first_row(int unit, int part, int half) const {
+    __device__ long long first_row(int output_tile, int part, int half) const {
         if (GATED) {
-            const int expert = __shfl_sync(~0u, id, unit / UNITS_PER_MATRIX);
-            return expert * (2ll * N) + half * N + unit % UNITS_PER_MATRIX * ROWS;
+            const int expert = __shfl_sync(~0u, id, output_tile / OUTPUT_TILES_PER_MATRIX);
+            return expert * (2ll * N) + half * N + output_tile % OUTPUT_TILES_PER_MATRIX * ROWS;
         }
         const int expert = __shfl_sync(~0u, id, min(2 * part + half, TOP_K - 1));
-        return expert * static_cast<long long>(N) + unit * ROWS;
+        return expert * static_cast<long long>(N) + output_tile * ROWS;
     }
 
     // Lanes 0 to 3 copy half of the weights or of the scales each.
@@ -123,8 +124,9 @@ struct Producer {
         const u32 full = shared_address(&exchange.stages.full[at.slot()]),
                   stage = shared_address(shared) + at.slot() * STAGE_BYTES;
         const int halves = GATED || 2 * at.part + 1 < TOP_K ? 2 : 1, half = lane % 2;
-        const long long even = first_row(range.begin + at.unit, at.part, 0),
-                        odd = first_row(range.begin + at.unit, at.part, 1), row = half ? odd : even;
+        const long long even = first_row(range.begin + at.output_tile, at.part, 0),
+                        odd = first_row(range.begin + at.output_tile, at.part, 1),
+                        row = half ? odd : even;
         if (lane == 0) mbarrier_arrive_expect_tx(full, halves * HALF_BYTES);
         __syncwarp();
         if (lane >= 4 || half >= halves) return;
@@ -141,10 +143,10 @@ struct Producer {
 #pragma unroll 1
         for (int base = 0; base < PARTS; base += WAYS)
 #pragma unroll 1
-            for (int unit = 0; unit < range.units(); ++unit)
+            for (int output_tile = 0; output_tile < range.size(); ++output_tile)
 #pragma unroll 1
                 for (int part = base; part < min(base + WAYS, PARTS); ++part) {  // team by team
-                    const Stage at(unit, part, range.units());
+                    const Stage at(output_tile, part, range.size());
                     if ((at.turn < RING) != first) continue;
                     if (!first)
                         mbarrier_wait(shared_address(&exchange.stages.empty[at.slot()]),
@@ -232,18 +234,18 @@ struct Consumer {
         return sum;
     }
 
-    // The first product: a unit is a stage.
+    // The first product: an output tile is a stage.
     __device__ void run_gate_up() const {
 #pragma unroll 1
-        for (int unit = team; unit < range.units(); unit += WAYS) {
-            const float2 sum = run_stage(Stage(unit, 0, range.units()), exchange.x);
+        for (int output_tile = team; output_tile < range.size(); output_tile += WAYS) {
+            const float2 sum = run_stage(Stage(output_tile, 0, range.size()), exchange.x);
             if (quad_lane < 2)
-                exchange.partial[unit][warp][GATED ? quad_lane : 0][quad] =
+                exchange.partial[output_tile][warp][GATED ? quad_lane : 0][quad] =
                     quad_lane ? sum.y : sum.x;
         }
     }
 
-    // The second one: a unit is the stages of all experts, which have their x in common.
+    // The second one: an output tile is the stages of all experts, which have their x in common.
     __device__ void run_down() const {
         const float weight = lane < TOP_K ? w.topk_weights[lane] : 0.0f;
 #pragma unroll 1  // code is read once here, and it is a part of the time
@@ -254,12 +256,12 @@ struct Consumer {
             const u16* x = exchange.x + (2 * part + (both ? quad % 2 : 0)) * (K + X_PAD);
             mbarrier_wait(shared_address(&exchange.x_full[part]), 0);
 #pragma unroll 1
-            for (int unit = 0; unit < range.units(); ++unit) {
-                const float2 sum = run_stage(Stage(unit, part, range.units()), x);
+            for (int output_tile = 0; output_tile < range.size(); ++output_tile) {
+                const float2 sum = run_stage(Stage(output_tile, part, range.size()), x);
                 // the second is of an older stage where there is none
                 const float both_sums =
                     first_weight * sum.x + (both ? second_weight * sum.y : 0.0f);
-                float& total = exchange.partial[unit][team * WARPS + warp][0][quad];
+                float& total = exchange.partial[output_tile][team * WARPS + warp][0][quad];
                 if (quad_lane == 0) total = part == team ? both_sums : total + both_sums;
             }
         }
@@ -267,16 +269,16 @@ struct Consumer {
 };
 
 // The biases of an output row: of gate and up, or those of down, weighted, in the first.
-__device__ inline float2 bias_of(const Work& w, int unit, int row) {
+__device__ inline float2 bias_of(const Work& w, int output_tile, int row) {
     float2 bias = {0.0f, 0.0f};
     if (GATED) {
-        const long long at =
-            w.ids[unit / UNITS_PER_MATRIX] * (2ll * N) + unit % UNITS_PER_MATRIX * ROWS + row;
+        const long long at = w.ids[output_tile / OUTPUT_TILES_PER_MATRIX] * (2ll * N) +
+                             output_tile % OUTPUT_TILES_PER_MATRIX * ROWS + row;
         bias = {to_float(w.bias[at]), to_float(w.bias[at + N])};
     } else {
 #pragma unroll
         for (int i = 0; i < TOP_K; ++i) {
-            const long long at = w.ids[i] * static_cast<long long>(N) + unit * ROWS + row;
+            const long long at = w.ids[i] * static_cast<long long>(N) + output_tile * ROWS + row;
             bias.x += w.topk_weights[i] * to_float(w.bias[at]);
         }
     }
@@ -284,15 +286,15 @@ __device__ inline float2 bias_of(const Work& w, int unit, int row) {
 }
 
 // Adds the warps' sums of an output row, and stores it.
-__device__ inline void store(const Work& w, const Exchange& exchange, int local, int unit, int row,
-                             float2 bias) {
+__device__ inline void store(const Work& w, const Exchange& exchange, int local, int output_tile,
+                             int row, float2 bias) {
     float2 sum = bias;
 #pragma unroll
     for (int k = 0; k < (GATED ? WARPS : TEAM_WARPS); ++k) {
         sum.x += exchange.partial[local][k][0][row];
         if (GATED) sum.y += exchange.partial[local][k][GATED][row];
     }
-    const int at = unit * ROWS + row;
+    const int at = output_tile * ROWS + row;
     if (GATED) {
         const float inner =
             activated(to_float(rounded(sum.x)), to_float(rounded(sum.y)), w.alpha, w.limit);
@@ -322,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     // the thread that will store a row reads its biases now
     const int local = threadIdx.x / ROWS, row = threadIdx.x % ROWS;
     float2 bias = {0.0f, 0.0f};
-    if (BIAS && local < range.units()) bias = bias_of(w, range.begin + local, row);
+    if (BIAS && local < range.size()) bias = bias_of(w, range.begin + local, row);
     if (GATED) {
         order_x(reinterpret_cast<u32*>(exchange.x), w.x);
         __syncthreads();
@@ -346,5 +348,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         consumer.run_down();
     }
     __syncthreads();
-    if (local < range.units()) store(w, exchange, local, range.begin + local, row, bias);
+    if (local < range.size()) store(w, exchange, local, range.begin + local, row, bias);
 }

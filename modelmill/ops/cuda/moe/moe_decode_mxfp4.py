@@ -24,7 +24,7 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoEProblem, MoESupportRange, make_moe_problem
 
 K_TILE = 32
-ROWS_PER_OUTPUT_UNIT = 8  # of an output unit
+OUTPUT_TILE_ROWS = 8
 MAX_TOP_K = 16
 MAX_WARPS = 16
 """That multiply, in a block. Many are fastest, since what takes time is the latency of converting
@@ -45,22 +45,20 @@ class MoEDecodeConfig(NamedTuple):
 
     warps: int
     ways: int
-    units: int
+    output_tiles_per_block: int
     ring: int = 0
 
     def stage_bytes(self, product: GroupedGemmSpec) -> int:
         """Shared memory of a stage."""
         skew = 0 if product.weight_row_bytes % 128 else 16
-        return (
-            2 * ROWS_PER_OUTPUT_UNIT * (product.weight_row_bytes + product.row_scale_bytes) + skew
-        )
+        return 2 * OUTPUT_TILE_ROWS * (product.weight_row_bytes + product.row_scale_bytes) + skew
 
     def non_stage_shared_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
         """Shared memory behind the stages."""
         x = 2 * product.k if product.gated else 2 * top_k * (product.k + X_PADDING_COLUMNS)
         parts = self.warps * (2 if product.gated else self.ways)
-        barriers = stages_per_unit(product, top_k) + 2 * self.ring * self.ways
-        return x + 4 * ROWS_PER_OUTPUT_UNIT * self.units * parts + 8 * barriers
+        barriers = stages_per_output_tile(product, top_k) + 2 * self.ring * self.ways
+        return x + 4 * OUTPUT_TILE_ROWS * self.output_tiles_per_block * parts + 8 * barriers
 
     def shared_bytes(self, product: GroupedGemmSpec, top_k: int) -> int:
         """Shared memory of a block."""
@@ -77,8 +75,8 @@ class MoEDecodeConfig(NamedTuple):
     def stages_per_team(self, product: GroupedGemmSpec, top_k: int) -> int:
         """That a team has to read."""
         if product.gated:
-            return -(-self.units // self.ways)
-        return -(-stages_per_unit(product, top_k) // self.ways) * self.units
+            return -(-self.output_tiles_per_block // self.ways)
+        return -(-stages_per_output_tile(product, top_k) // self.ways) * self.output_tiles_per_block
 
     def with_ring(self, product: GroupedGemmSpec, top_k: int, room: int) -> MoEDecodeConfig | None:
         """The same with as many stages as are of use and fit.
@@ -95,14 +93,14 @@ class MoEDecodeConfig(NamedTuple):
         return None
 
 
-def stages_per_unit(product: GroupedGemmSpec, top_k: int) -> int:
-    """Stages that give the 8 rows of an output unit; the second product has two experts in each."""
+def stages_per_output_tile(product: GroupedGemmSpec, top_k: int) -> int:
+    """Stages that give the 8 rows of an output tile; the second product has two experts in each."""
     return 1 if product.gated else -(-top_k // 2)
 
 
-def output_units(product: GroupedGemmSpec, top_k: int) -> int:
+def num_output_tiles(product: GroupedGemmSpec, top_k: int) -> int:
     """Of the whole product."""
-    return product.n // ROWS_PER_OUTPUT_UNIT * (top_k if product.gated else 1)
+    return product.n // OUTPUT_TILE_ROWS * (top_k if product.gated else 1)
 
 
 @functools.lru_cache(1024)
@@ -120,7 +118,11 @@ def select_config(
     ]
 
     def preference(config: MoEDecodeConfig) -> tuple[int, ...]:
-        shared = config.units if product.gated else stages_per_unit(product, top_k)
+        shared = (
+            config.output_tiles_per_block
+            if product.gated
+            else stages_per_output_tile(product, top_k)
+        )
         uneven = -shared % config.ways  # turns in which a team has no stage
         return -uneven, config.warps * config.ways, config.warps
 
@@ -129,13 +131,13 @@ def select_config(
 
 def _candidate_configs(product: GroupedGemmSpec, top_k: int, sms: int) -> Iterator[MoEDecodeConfig]:
     """All configs but for their stages."""
-    units = -(-output_units(product, top_k) // sms)
+    output_tiles_per_block = -(-num_output_tiles(product, top_k) // sms)
     tiles = product.k // K_TILE
-    teams = MAX_WARPS if product.gated else stages_per_unit(product, top_k)
+    teams = MAX_WARPS if product.gated else stages_per_output_tile(product, top_k)
     for warps in (each for each in range(1, MAX_WARPS + 1) if tiles % each == 0):
         for ways in range(1, min(MAX_WARPS // warps, teams) + 1):
-            config = MoEDecodeConfig(warps, ways, units)
-            if ROWS_PER_OUTPUT_UNIT * units <= config.threads:
+            config = MoEDecodeConfig(warps, ways, output_tiles_per_block)
+            if OUTPUT_TILE_ROWS * output_tiles_per_block <= config.threads:
                 yield config
 
 
@@ -147,7 +149,7 @@ def select_config_pair(
     products = make_gemm_specs(problem)
     if products is None or products[0].weight_format != E2M1_FORMAT_CODE:
         return None
-    if any(ROWS_PER_OUTPUT_UNIT * each.row_scale_bytes % 16 for each in products):
+    if any(OUTPUT_TILE_ROWS * each.row_scale_bytes % 16 for each in products):
         return None
     top_k = problem.top_k
     first = select_config(products[0], top_k, sms, GATE_UP_SHARED_BYTES)
@@ -222,7 +224,7 @@ def _launch_product(
         weight, scale, bias, x, shared, inputs.topk_weights, inputs.topk_ids, out
     )
     work = struct.pack("=8Q2f", *pointers, *(inputs.clamp or (0.0, 0.0)))
-    blocks = min(launch.sm_count(device), output_units(product, top_k))
+    blocks = min(launch.sm_count(device), num_output_tiles(product, top_k))
     kernel.launch(blocks, work, pdl=True)
 
 
@@ -248,7 +250,7 @@ def kernel_macros(
         "TOKEN_TILES": 1,
         "ROW_TILES": 1,
         "RING": config.ring,
-        "UNITS": config.units,
+        "OUTPUT_TILES_PER_BLOCK": config.output_tiles_per_block,
     }
     return (
         *(f"{name}={int(size)}" for name, size in sizes.items()),

@@ -41,7 +41,7 @@ of a group, 128 for larger ones (docs/notes/prompts-by-256-rows-of-x.md; 8 bits 
 4 bits)."""
 
 
-class BlockShape(NamedTuple):
+class LargeMConfig(NamedTuple):
     """Rows of x of a block, and blocks of a cluster that share K."""
 
     block_m: int
@@ -51,7 +51,7 @@ class BlockShape(NamedTuple):
 class PlannedLaunch(NamedTuple):
     """A launch over part of the weight."""
 
-    shape: BlockShape
+    config: LargeMConfig
     tiles: wq_gemm_tile.WeightTileRange
 
 
@@ -110,17 +110,17 @@ def warmup_sizes(bits: int, max_rows: int) -> list[int]:
 
 
 @functools.lru_cache(1024)  # called at each launch
-def block_memory(spec: wq_gemm_tile.WqSpec, shape: BlockShape) -> wq_gemm_tile.BlockMemory:
+def block_memory(spec: wq_gemm_tile.WqSpec, config: LargeMConfig) -> wq_gemm_tile.BlockMemory:
     """Shared memory of a block: the scales of two tiles, where there is room."""
-    memory = wq_gemm_tile.BlockMemory(spec, *shape)
+    memory = wq_gemm_tile.BlockMemory(spec, *config)
     double = memory._replace(scale_buffers=2)
-    return double if shape.split_k == 1 and double.num_stages > _MIN_STAGES else memory
+    return double if config.split_k == 1 and double.num_stages > _MIN_STAGES else memory
 
 
-def fits_shared_memory(spec: wq_gemm_tile.WqSpec, shape: BlockShape) -> bool:
+def fits_shared_memory(spec: wq_gemm_tile.WqSpec, config: LargeMConfig) -> bool:
     """Whether a block's scales leave room for K tiles enough."""
-    return block_memory(spec, shape).fits(
-        _MIN_K_TILES_PER_SPLIT, _MIN_STAGES, holds_results=shape.split_k > 1
+    return block_memory(spec, config).fits(
+        _MIN_K_TILES_PER_SPLIT, _MIN_STAGES, holds_results=config.split_k > 1
     )
 
 
@@ -133,16 +133,16 @@ def fastest_plan(
     One launch, or one that fills all SMs as often as it can, and another for the rest of the
     weight, with other blocks.
     """
-    shapes = [
-        BlockShape(block_m, split_k)
+    configs = [
+        LargeMConfig(block_m, split_k)
         for block_m in BLOCK_M
         for split_k in wq_gemm_tile.SPLIT_K_CHOICES
     ]
-    fitting = [shape for shape in shapes if fits_shared_memory(spec, shape)]
+    fitting = [config for config in configs if fits_shared_memory(spec, config)]
     count = wq_gemm_tile.count_weight_tiles(rows)
 
     def clocks(planned: PlannedLaunch) -> float:
-        block_m, split_k = planned.shape
+        block_m, split_k = planned.config
         blocks = planned.tiles.number * -(-tokens // block_m) * split_k
         # larger clusters do not fill every group of SMs
         waves = -(-blocks // (num_sms if split_k <= 2 else num_sms * 9 // 10))
@@ -151,12 +151,12 @@ def fastest_plan(
         return waves * tile + _CLOCKS_PER_LAUNCH
 
     def plans() -> Iterator[tuple[PlannedLaunch, ...]]:
-        for shape in fitting:
-            yield (PlannedLaunch(shape, wq_gemm_tile.WeightTileRange(0, count)),)
-            m_tiles = -(-tokens // shape.block_m)
+        for config in fitting:
+            yield (PlannedLaunch(config, wq_gemm_tile.WeightTileRange(0, count)),)
+            m_tiles = -(-tokens // config.block_m)
             full = count * m_tiles // num_sms * num_sms // m_tiles  # weight tiles of full waves
-            if shape.split_k == 1 and 0 < full < count:
-                whole = PlannedLaunch(shape, wq_gemm_tile.WeightTileRange(0, full))
+            if config.split_k == 1 and 0 < full < count:
+                whole = PlannedLaunch(config, wq_gemm_tile.WeightTileRange(0, full))
                 for other in fitting:
                     yield (
                         whole,
@@ -179,16 +179,16 @@ def wq_gemm(
         launch.sm_count(inputs.x.get_device()),
     )
     with torch.cuda.device(inputs.x.device):
-        for shape, tiles in plan:
+        for config, tiles in plan:
             wq_gemm_tile.launch_gemm(
                 "wq_gemm_large_m",
-                block_memory(spec, shape),
-                kernel_macros(inputs.x.dtype, spec, shape, gated=gated),
+                block_memory(spec, config),
+                kernel_macros(inputs.x.dtype, spec, config, gated=gated),
                 inputs,
                 out,
                 _SMEM_ROW_BYTES,
                 tiles,
-                num_sms if shape.split_k == 1 else None,
+                num_sms if config.split_k == 1 else None,
                 gated=gated,
             )
     return out
@@ -196,10 +196,10 @@ def wq_gemm(
 
 @functools.lru_cache(1024)
 def kernel_macros(
-    dtype: torch.dtype, spec: wq_gemm_tile.WqSpec, shape: BlockShape, *, gated: bool
+    dtype: torch.dtype, spec: wq_gemm_tile.WqSpec, config: LargeMConfig, *, gated: bool
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
-    memory = block_memory(spec, shape)
+    memory = block_memory(spec, config)
     return (
         *memory.macros(gated=gated),
         f"SCALE_BUFFERS={memory.scale_buffers}",

@@ -47,11 +47,11 @@ from modelmill.ops.triton.sampling.topk_topp import (
     load_topk_topp_params,
     narrow_bracket,
     pivot_step,
-    sums_row_ptr,
+    scratch32_row_ptr,
+    scratch64_row_ptr,
     target_bounds,
     threshold_from_gathered,
     threshold_from_row,
-    words_row_ptr,
 )
 
 PIVOTS = 32
@@ -74,12 +74,14 @@ def run(inputs: SampleInputs) -> torch.Tensor:
     chunk = 1024 if rows <= _SMALL_BATCH_ROWS else 4096
     count = -(-vocab // chunk)
     padded = next_power_of_two(count)
-    sums = torch.empty((rows, 2 * PIVOTS + 4 + padded), dtype=torch.int64, device=logits.device)
-    words = torch.empty(
+    scratch64 = torch.empty(
+        (rows, 2 * PIVOTS + 4 + padded), dtype=torch.int64, device=logits.device
+    )
+    scratch32 = torch.empty(
         (rows, 2 + 3 * padded + 2 * MAX_GATHERED), dtype=torch.int32, device=logits.device
     )
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    row_args = (logits, logits.stride(0), vocab, temperature, sums, words)
+    row_args = (logits, logits.stride(0), vocab, temperature, scratch64, scratch32)
     sizes = {"CHUNK": chunk, "CHUNKS": padded, "PIVOTS": PIVOTS, "GATHERED": MAX_GATHERED}
     # a fused multiply-add would change the last bits and so the ids
     options = {**pdl_launch_options(logits.device, rows), "enable_fp_fusion": False}
@@ -99,7 +101,7 @@ def run(inputs: SampleInputs) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["vocab"])
 def _chunk_maxima(
-    logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr,
+    logits_ptr, stride, vocab, temperature_ptr, scratch64_ptr, scratch32_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -111,22 +113,22 @@ def _chunk_maxima(
         logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row)
     )
     chunk_max = tl.max(x)
-    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
-    tl.store(words + chunk, float_to_bits(chunk_max))
-    tl.store(words + CHUNKS + chunk, float_to_bits(tl.min(tl.where(x > NEG_INF, x, POS_INF))))
+    scratch32 = scratch32_row_ptr(scratch32_ptr, row, CHUNKS, GATHERED)
+    tl.store(scratch32 + chunk, float_to_bits(chunk_max))
+    tl.store(scratch32 + CHUNKS + chunk, float_to_bits(tl.min(tl.where(x > NEG_INF, x, POS_INF))))
     tl.store(
-        words + 2 * CHUNKS + chunk,
+        scratch32 + 2 * CHUNKS + chunk,
         tl.min(tl.where((x == chunk_max) & (at < vocab), at, 2147483647)),
     )
     if chunk == 0:
-        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
-        tl.store(levels + tl.arange(0, 2 * PIVOTS), tl.zeros([2 * PIVOTS], tl.int64))
-        tl.store(levels + 2 * PIVOTS + tl.arange(0, 4), tl.zeros([4], tl.int64))
+        scratch64 = scratch64_row_ptr(scratch64_ptr, row, CHUNKS, PIVOTS)
+        tl.store(scratch64 + tl.arange(0, 2 * PIVOTS), tl.zeros([2 * PIVOTS], tl.int64))
+        tl.store(scratch64 + 2 * PIVOTS + tl.arange(0, 4), tl.zeros([4], tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocab"])
 def _sum_mass_above_pivots(
-    logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr,
+    logits_ptr, stride, vocab, temperature_ptr, scratch64_ptr, scratch32_ptr, top_k_ptr, top_p_ptr,
     LEVEL: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
@@ -137,18 +139,20 @@ def _sum_mass_above_pivots(
     k, p, counting, filters = load_topk_topp_params(
         temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
     )
-    words, row_max, lo = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+    scratch32, row_max, lo = load_row_max_and_floor(
+        scratch32_ptr, row, vocab, CHUNK, CHUNKS, GATHERED
+    )
     if filters & (row_max > NEG_INF) & (row_max < POS_INF):
-        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
+        scratch64 = scratch64_row_ptr(scratch64_ptr, row, CHUNKS, PIVOTS)
         hi = tl.full([], POS_INF, tl.float32)
         if LEVEL == 1:
-            sufficient, insufficient = target_bounds(tl.load(levels), k, p, counting)
-            mass = tl.load(levels + tl.arange(0, PIVOTS))
+            sufficient, insufficient = target_bounds(tl.load(scratch64), k, p, counting)
+            mass = tl.load(scratch64 + tl.arange(0, PIVOTS))
             narrowed = narrow_bracket(
-                levels, mass, lo, hi, row_max, sufficient, insufficient, PIVOTS
+                scratch64, mass, lo, hi, row_max, sufficient, insufficient, PIVOTS
             )
             lo, hi = narrowed[0], narrowed[1]
-        if bits_to_float(tl.load(words + chunk)) >= lo:
+        if bits_to_float(tl.load(scratch32 + chunk)) >= lo:
             step = pivot_step(lo, hi, row_max, PIVOTS)
             at = chunk * CHUNK + tl.arange(0, CHUNK)
             x = load_temperature_scaled_logits(
@@ -161,13 +165,13 @@ def _sum_mass_above_pivots(
                 above = x[None, :] >= (lo + step * index.to(tl.float32))[:, None]
                 masses = tl.sum(tl.where(above, token_mass[None, :], 0.0), axis=1) * scale
                 counts = masses.to(tl.int64)
-                at_level = levels + LEVEL * PIVOTS + index
+                at_level = scratch64 + LEVEL * PIVOTS + index
                 tl.atomic_add(at_level, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["vocab"])
 def _gather_candidates(
-    logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr,
+    logits_ptr, stride, vocab, temperature_ptr, scratch64_ptr, scratch32_ptr, top_k_ptr, top_p_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -180,11 +184,13 @@ def _gather_candidates(
     k, p, counting, filters = load_topk_topp_params(
         temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
     )
-    words, row_max, row_min = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
-    levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
+    scratch32, row_max, row_min = load_row_max_and_floor(
+        scratch32_ptr, row, vocab, CHUNK, CHUNKS, GATHERED
+    )
+    scratch64 = scratch64_row_ptr(scratch64_ptr, row, CHUNKS, PIVOTS)
     if filters & (row_max > NEG_INF) & (row_max < POS_INF):
         lo, hi, at_lo, _at_hi = find_threshold_bracket(
-            levels, row_max, row_min, k, p, counting, PIVOTS
+            scratch64, row_max, row_min, k, p, counting, PIVOTS
         )
         at = chunk * CHUNK + tl.arange(0, CHUNK)
         x = load_temperature_scaled_logits(
@@ -192,24 +198,24 @@ def _gather_candidates(
         )
         if counting == 0:
             weight = token_weight(x, row_max)
-            tl.atomic_add(levels + 2 * PIVOTS + TOTAL_WEIGHT_SLOT, tl.sum(weight), sem="relaxed")
+            tl.atomic_add(scratch64 + 2 * PIVOTS + TOTAL_WEIGHT_SLOT, tl.sum(weight), sem="relaxed")
             tl.atomic_add(
-                levels + 2 * PIVOTS + WEIGHT_ABOVE_BRACKET_SLOT,
+                scratch64 + 2 * PIVOTS + WEIGHT_ABOVE_BRACKET_SLOT,
                 tl.sum(tl.where(x >= hi, weight, 0)),
                 sem="relaxed",
             )
         # not "|": Triton 3.9's interpreter does not accept a scalar comparison in a mask
         take = (x >= lo) & tl.where(counting & (at_lo <= GATHERED), True, x < hi)
-        counter = levels + 2 * PIVOTS + NUM_GATHERED_SLOT + tl.zeros([CHUNK], tl.int32)
+        counter = scratch64 + 2 * PIVOTS + NUM_GATHERED_SLOT + tl.zeros([CHUNK], tl.int32)
         slot = tl.atomic_add(counter, take.to(tl.int64), mask=take, sem="relaxed")
         take = take & (slot < GATHERED)
-        tl.store(words + 3 * CHUNKS + 2 + slot, float_to_bits(x), mask=take)
-        tl.store(words + 3 * CHUNKS + 2 + GATHERED + slot, at, mask=take)
+        tl.store(scratch32 + 3 * CHUNKS + 2 + slot, float_to_bits(x), mask=take)
+        tl.store(scratch32 + 3 * CHUNKS + 2 + GATHERED + slot, at, mask=take)
 
 
 @triton.jit(do_not_specialize=["vocab"])
 def _find_threshold(
-    logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr,
+    logits_ptr, stride, vocab, temperature_ptr, scratch64_ptr, scratch32_ptr, top_k_ptr, top_p_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -219,8 +225,10 @@ def _find_threshold(
     k, p, counting, filters = load_topk_topp_params(
         temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
     )
-    words, row_max, row_min = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
-    levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
+    scratch32, row_max, row_min = load_row_max_and_floor(
+        scratch32_ptr, row, vocab, CHUNK, CHUNKS, GATHERED
+    )
+    scratch64 = scratch64_row_ptr(scratch64_ptr, row, CHUNKS, PIVOTS)
     temperature = tl.load(temperature_ptr + row)
     row_ptr = logits_ptr + row * stride
     threshold, last_id = tl.full([], NEG_INF, tl.float32), vocab
@@ -228,18 +236,18 @@ def _find_threshold(
         threshold = -row_max
     if filters & (row_max > NEG_INF):
         exact, top_k_done = row_max < NEG_INF, row_max < NEG_INF
-        num_gathered = tl.load(levels + 2 * PIVOTS + NUM_GATHERED_SLOT)
+        num_gathered = tl.load(scratch64 + 2 * PIVOTS + NUM_GATHERED_SLOT)
         # if the top k include tokens of weight 0, the threshold is below all pivots
-        if (row_max < POS_INF) & ((counting == 0) | (tl.load(levels) >= k)):
+        if (row_max < POS_INF) & ((counting == 0) | (tl.load(scratch64) >= k)):
             if num_gathered <= GATHERED // 4:
                 threshold, last_id, exact = threshold_from_gathered(
-                    levels, words, vocab, row_max, row_min, k, p, counting,
+                    scratch64, scratch32, vocab, row_max, row_min, k, p, counting,
                     CHUNKS, PIVOTS, GATHERED, GATHERED // 4,
                 )  # fmt: skip
                 top_k_done = counting
             elif num_gathered <= GATHERED:
                 threshold, last_id, exact = threshold_from_gathered(
-                    levels, words, vocab, row_max, row_min, k, p, counting,
+                    scratch64, scratch32, vocab, row_max, row_min, k, p, counting,
                     CHUNKS, PIVOTS, GATHERED, GATHERED,
                 )  # fmt: skip
                 top_k_done = counting
@@ -248,8 +256,8 @@ def _find_threshold(
             threshold, last_id = threshold_from_row(
                 row_ptr, vocab, temperature, row_max, k, p, searching, threshold, 512
             )
-    tl.store(words + 3 * CHUNKS, float_to_bits(threshold))
-    tl.store(words + 3 * CHUNKS + 1, last_id)
+    tl.store(scratch32 + 3 * CHUNKS, float_to_bits(threshold))
+    tl.store(scratch32 + 3 * CHUNKS + 1, last_id)
 
 
 @triton.jit
@@ -269,7 +277,7 @@ def _filtered_weights(
 
 @triton.jit(do_not_specialize=["vocab"])
 def _sum_chunk_weights(
-    logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, min_p_ptr,
+    logits_ptr, stride, vocab, temperature_ptr, scratch64_ptr, scratch32_ptr, min_p_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -278,18 +286,21 @@ def _sum_chunk_weights(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        words, row_max, _ = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+        scratch32, row_max, _ = load_row_max_and_floor(
+            scratch32_ptr, row, vocab, CHUNK, CHUNKS, GATHERED
+        )
         weight = _filtered_weights(
-            logits_ptr, stride, vocab, temperature, row_max, words + 3 * CHUNKS, min_p_ptr, row,
+            logits_ptr, stride, vocab, temperature, row_max, scratch32 + 3 * CHUNKS, min_p_ptr, row,
             chunk, CHUNK,
         )  # fmt: skip
-        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
-        tl.store(levels + 2 * PIVOTS + 4 + chunk, tl.sum(weight))
+        scratch64 = scratch64_row_ptr(scratch64_ptr, row, CHUNKS, PIVOTS)
+        tl.store(scratch64 + 2 * PIVOTS + 4 + chunk, tl.sum(weight))
 
 
 @triton.jit(do_not_specialize=["vocab"])
 def _draw_token(
-    logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, min_p_ptr, noise_ptr, out_ptr,
+    logits_ptr, stride, vocab, temperature_ptr, scratch64_ptr, scratch32_ptr, min_p_ptr,
+    noise_ptr, out_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -297,30 +308,32 @@ def _draw_token(
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    words, row_max, _ = load_row_max_and_floor(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+    scratch32, row_max, _ = load_row_max_and_floor(
+        scratch32_ptr, row, vocab, CHUNK, CHUNKS, GATHERED
+    )
     index = tl.arange(0, CHUNKS)
     inside = index * CHUNK < vocab
     if temperature > 0:
-        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
-        cumulative = tl.cumsum(tl.load(levels + 2 * PIVOTS + 4 + index, mask=inside, other=0), 0)
+        scratch64 = scratch64_row_ptr(scratch64_ptr, row, CHUNKS, PIVOTS)
+        cumulative = tl.cumsum(tl.load(scratch64 + 2 * PIVOTS + 4 + index, mask=inside, other=0), 0)
         total = tl.max(cumulative)
         target = (tl.load(noise_ptr + row) * total.to(tl.float64)).to(tl.int64)
         target = tl.minimum(target, total - 1)
         chunk = tl.sum((cumulative <= target).to(tl.int32))
         target -= tl.max(tl.where(index < chunk, cumulative, 0))
         weight = _filtered_weights(
-            logits_ptr, stride, vocab, temperature, row_max, words + 3 * CHUNKS, min_p_ptr, row,
+            logits_ptr, stride, vocab, temperature, row_max, scratch32 + 3 * CHUNKS, min_p_ptr, row,
             chunk, CHUNK,
         )  # fmt: skip
         offset = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32))
         tl.store(out_ptr + row, tl.where(total > 0, chunk * CHUNK + offset, 0).to(tl.int64))
     else:
         chunk_max = tl.where(
-            inside, bits_to_float(tl.load(words + index, mask=inside, other=0)), NEG_INF
+            inside, bits_to_float(tl.load(scratch32 + index, mask=inside, other=0)), NEG_INF
         )
         first = tl.where(
             inside & (chunk_max == row_max),
-            tl.load(words + 2 * CHUNKS + index, mask=inside, other=0),
+            tl.load(scratch32 + 2 * CHUNKS + index, mask=inside, other=0),
             2147483647,
         )
         tl.store(out_ptr + row, tl.min(first).to(tl.int64))

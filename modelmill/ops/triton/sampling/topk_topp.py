@@ -33,8 +33,8 @@ _LOGIT_SPAN = tl.constexpr(28.0)
 # relative to the total: several times the error of the approximate weights
 _MAX_RELATIVE_ERROR = tl.constexpr(2.0**-16)
 
-# Scratch memory of a row. sums (int64): F of the pivots of both levels, four totals
-# (NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_BRACKET_SLOT), weight of each chunk. words
+# Scratch memory of a row. scratch64 (int64): F of the pivots of both levels, four totals
+# (NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_BRACKET_SLOT), weight of each chunk. scratch32
 # (int32, or float32 bits): maximum, minimum and index of the maximum of each chunk; the threshold
 # and the last id among tokens equal to it; the gathered values and their ids.
 NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_BRACKET_SLOT = (
@@ -45,15 +45,15 @@ NUM_GATHERED_SLOT, TOTAL_WEIGHT_SLOT, WEIGHT_ABOVE_BRACKET_SLOT = (
 
 
 @triton.jit
-def sums_row_ptr(sums_ptr, row, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr):
-    """Address of a row's sums."""
-    return sums_ptr + row * (2 * PIVOTS + 4 + CHUNKS)
+def scratch64_row_ptr(scratch64_ptr, row, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr):
+    """Address of a row's 64-bit scratch memory."""
+    return scratch64_ptr + row * (2 * PIVOTS + 4 + CHUNKS)
 
 
 @triton.jit
-def words_row_ptr(words_ptr, row, CHUNKS: tl.constexpr, GATHERED: tl.constexpr):
-    """Address of a row's words."""
-    return words_ptr + row * (3 * CHUNKS + 2 + 2 * GATHERED)
+def scratch32_row_ptr(scratch32_ptr, row, CHUNKS: tl.constexpr, GATHERED: tl.constexpr):
+    """Address of a row's 32-bit scratch memory."""
+    return scratch32_ptr + row * (3 * CHUNKS + 2 + 2 * GATHERED)
 
 
 @triton.jit
@@ -66,21 +66,23 @@ def load_topk_topp_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
 
 @triton.jit
 def load_row_max_and_floor(
-    words_ptr, row, vocab, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GATHERED: tl.constexpr
+    scratch32_ptr, row, vocab, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GATHERED: tl.constexpr
 ):
-    """(address of a row's words, maximum, smallest value that needs a pivot)."""
-    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
+    """(address of a row's 32-bit scratch memory, maximum, smallest value that needs a pivot)."""
+    scratch32 = scratch32_row_ptr(scratch32_ptr, row, CHUNKS, GATHERED)
     index = tl.arange(0, CHUNKS)
     inside = index * CHUNK < vocab
     row_max = tl.max(
-        tl.where(inside, bits_to_float(tl.load(words + index, mask=inside, other=0)), NEG_INF)
+        tl.where(inside, bits_to_float(tl.load(scratch32 + index, mask=inside, other=0)), NEG_INF)
     )
     row_min = tl.min(
         tl.where(
-            inside, bits_to_float(tl.load(words + CHUNKS + index, mask=inside, other=0)), POS_INF
+            inside,
+            bits_to_float(tl.load(scratch32 + CHUNKS + index, mask=inside, other=0)),
+            POS_INF,
         )
     )
-    return words, row_max, tl.maximum(row_min, row_max - _LOGIT_SPAN)
+    return scratch32, row_max, tl.maximum(row_min, row_max - _LOGIT_SPAN)
 
 
 @triton.jit
@@ -117,14 +119,14 @@ def target_bounds(total, k, p, counting):
 
 
 @triton.jit
-def find_threshold_bracket(levels, row_max, row_min, k, p, counting, PIVOTS: tl.constexpr):
+def find_threshold_bracket(scratch64, row_max, row_min, k, p, counting, PIVOTS: tl.constexpr):
     """The pivots around the threshold after both levels: (lo, hi, F(lo), F(hi))."""
     # loads first, so that their latencies overlap
     index = tl.arange(0, PIVOTS)
-    first, second = tl.load(levels + index), tl.load(levels + PIVOTS + index)
-    sufficient, insufficient = target_bounds(tl.load(levels), k, p, counting)
+    first, second = tl.load(scratch64 + index), tl.load(scratch64 + PIVOTS + index)
+    sufficient, insufficient = target_bounds(tl.load(scratch64), k, p, counting)
     narrowed = narrow_bracket(
-        levels,
+        scratch64,
         first,
         row_min,
         tl.full([], POS_INF, tl.float32),
@@ -134,7 +136,14 @@ def find_threshold_bracket(levels, row_max, row_min, k, p, counting, PIVOTS: tl.
         PIVOTS,
     )
     return narrow_bracket(
-        levels + PIVOTS, second, narrowed[0], narrowed[1], row_max, sufficient, insufficient, PIVOTS
+        scratch64 + PIVOTS,
+        second,
+        narrowed[0],
+        narrowed[1],
+        row_max,
+        sufficient,
+        insufficient,
+        PIVOTS,
     )
 
 
@@ -228,7 +237,7 @@ def _tie_break_gathered(ties, ids, rank, vocab):
 
 @triton.jit
 def threshold_from_gathered(
-    levels, words, vocab, row_max, row_min, k, p, counting,
+    scratch64, scratch32, vocab, row_max, row_min, k, p, counting,
     CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr, NUM_LOADED: tl.constexpr,
 ):  # fmt: skip
     """Threshold from the first NUM_LOADED gathered tokens.
@@ -237,12 +246,14 @@ def threshold_from_gathered(
         (threshold, last id among tokens equal to it, whether they are exact).
     """
     index = tl.arange(0, NUM_LOADED)
-    x = bits_to_float(tl.load(words + 3 * CHUNKS + 2 + index))
-    ids = tl.load(words + 3 * CHUNKS + 2 + GATHERED + index)
-    num_gathered = tl.load(levels + 2 * PIVOTS + NUM_GATHERED_SLOT)
-    above = tl.load(levels + 2 * PIVOTS + WEIGHT_ABOVE_BRACKET_SLOT)
-    total = tl.load(levels + 2 * PIVOTS + TOTAL_WEIGHT_SLOT)
-    lo, hi, at_lo, at_hi = find_threshold_bracket(levels, row_max, row_min, k, p, counting, PIVOTS)
+    x = bits_to_float(tl.load(scratch32 + 3 * CHUNKS + 2 + index))
+    ids = tl.load(scratch32 + 3 * CHUNKS + 2 + GATHERED + index)
+    num_gathered = tl.load(scratch64 + 2 * PIVOTS + NUM_GATHERED_SLOT)
+    above = tl.load(scratch64 + 2 * PIVOTS + WEIGHT_ABOVE_BRACKET_SLOT)
+    total = tl.load(scratch64 + 2 * PIVOTS + TOTAL_WEIGHT_SLOT)
+    lo, hi, at_lo, at_hi = find_threshold_bracket(
+        scratch64, row_max, row_min, k, p, counting, PIVOTS
+    )
     x = tl.where(index < num_gathered, x, NEG_INF)
     keys, weight = float_to_key(x), token_weight(x, row_max)
     top = tl.where(hi < POS_INF, float_to_key(hi), float_to_key(row_max) + 1)
