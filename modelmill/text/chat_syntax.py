@@ -215,6 +215,8 @@ class ChatSyntax:
         detect: groups of texts; a chat template with all texts of one group has this format. Of
             several formats the one with the longest group is taken. Empty: the ``tokens``.
         tokens: the same for control tokens of the tokenizer, if the template shows no format.
+        suffixed_tags: names of tags behind which a checkpoint may write a suffix of its own, as
+            <tool_call:6124c78e>; the template shows it, and the format's name then ends with it.
         control_tokens: further control tokens that the parser needs in the text.
         not_turn_ends: control tokens that end a turn in other formats only.
         thinking: marks of the thinking; used if the chat template has them. None: never.
@@ -231,6 +233,7 @@ class ChatSyntax:
     thinking: ThinkingSyntax | None = field(default_factory=ThinkingSyntax)
     detect: tuple[tuple[str, ...], ...] = ()
     tokens: tuple[str, ...] = ()
+    suffixed_tags: tuple[str, ...] = ()
     control_tokens: tuple[str, ...] = ()
     not_turn_ends: tuple[str, ...] = ()
     begun: str = ""
