@@ -52,6 +52,8 @@ CALL_TEXTS = [
     ("<tool_call>\n{\"name\": \"' + name", "hermes"),  # Qwen 2.5, Qwen3, Hermes 2 and 3
     ("<|start_of_role|> <tool_call>\n{ </tool_call>", "hermes"),  # Granite 4
     ("<tool_call>\n<function=' + name + '>\n' <parameter=' + key", "qwen3_coder"),
+    ("<|start_of_role|> <tool_call>\n<function=f>\n<parameter=x>\nv\n</parameter>\n</function>\n"
+     "</tool_call>", "qwen3_coder"),  # Granite 4.2
     ("<seed:tool_call>\n<function=' + name + '>\n' <parameter=' + key", "seed_oss"),
     ("<tool_call>{function-name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>", "glm45"),
     ("<tool_call>{function-name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value>", "glm47"),
