@@ -131,4 +131,4 @@ def parser_marks_with_calls(syntax: ChatSyntax, thinking: ThinkingSyntax | None)
     if thinking is not None:
         marks += [thinking.open, thinking.close]
     parts = {part for mark in marks for part in (mark.strip(), *split_mark_parts(mark))}
-    return parts | set(syntax.control_tokens) | set(calls.openers)
+    return parts | {*syntax.control_tokens, *calls.openers, *calls.closers}

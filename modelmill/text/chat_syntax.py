@@ -118,6 +118,7 @@ class CallSyntax:
         code_mark: before a call in Python syntax, which some models write instead.
         inline: texts that begin a call inside content without a mark.
         openers: further marks at which calls may begin, where models leave marks out.
+        closers: marks that may stand behind such calls in the style ``json``.
         whole_marks: only a whole mark tells calls from other text, since its parts stand in
             other marks, too.
         id_from_head: the id of a call is its written head.
@@ -154,6 +155,7 @@ class CallSyntax:
     code_mark: str = ""
     inline: tuple[str, ...] = ()
     openers: tuple[str, ...] = ()
+    closers: tuple[str, ...] = ()
     whole_marks: bool = False
     id_from_head: bool = False
     counter_alone: bool = False

@@ -43,6 +43,7 @@ WRITTEN = {
     "hy_v4": "<tool_calls><tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>n"
     "</arg_key><arg_value>2</arg_value><arg_key>t</arg_key><arg_value>true</arg_value></tool_call>"
     "</tool_calls>",
+    "xlam": '[{"name": "f", "arguments": {"a": "x", "n": 2, "t": true}}]',
     "internlm2": '<|action_start|><|plugin|>\n{"name": "f", "parameters": '
     '{"a": "x", "n": 2, "t": true}}<|action_end|>',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"

@@ -92,6 +92,7 @@ CALL_TEXTS = [
     ("<tool_calls>\n<tool_call>' + name + '<tool_sep>\n<arg_key>k</arg_key>\n<arg_value>", "hy_v3"),
     ("<tool_calls><tool_call>{function-name}<arg_key>k</arg_key><arg_value>v</arg_value>", "hy_v4"),
     ("<tool_calls:a><tool_call:a>' + name + '<arg_key:a>k</arg_key:a><arg_value:a>", "hy_v4:a"),
+    ("xLAM make calls in a single JSON array: [{\"name\": ipython message.tool_calls", "xlam"),
     ("function call' + '<|role_sep|>\n' + '{\"name\": \"", "gigachat3"),
     ("<|function_call|>{\"name\": \"", "gigachat3"),
     ("'<|tools_prefix|>' '[' '{\"' ~ name ~ '\": ' ']' '<|tools_suffix|>'", "apertus"),
