@@ -35,6 +35,7 @@ from modelmill.text.message_validation import (
 from modelmill.text.prompt_format import CHAT_FORMAT_FILE, load_prompt_format
 from modelmill.text.qwen_chat_format import HISTORY_WINDOW_TOKENS, IM_END, IM_START, QwenChatFormat
 from modelmill.text.role_order import iter_role_rearrangements
+from modelmill.text.tag_suffix import expand_format_calls
 from modelmill.text.template_probe import (
     AcceptedCallForms,
     adapt_messages,
@@ -229,7 +230,7 @@ class TemplateChatFormat(ChatFormat):
         self._tokenizer = tokenizer
         self._process = TemplateProcess(limits)
         self._guard = ControlTokenGuard(tokenizer.special)
-        template_text = "".join(templates.values())
+        template_text = expand_format_calls("".join(templates.values()))
         self.format_name = detect_chat_format(template_text, tokenizer.special)
         syntax = load_chat_syntax(self.format_name)
         self.thinking = detect_thinking_marks(syntax, template_text)

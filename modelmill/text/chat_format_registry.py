@@ -7,6 +7,7 @@ from functools import cache
 
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.text.chat_syntax import NO_MARKS, ChatSyntax, ThinkingSyntax
+from modelmill.text.tag_suffix import add_tag_suffix, find_tag_suffix, remove_tag_suffixes
 
 CHAT_FORMATS_PACKAGE = "modelmill.text.chat_formats"
 THINK_TAGS = ThinkingSyntax()
@@ -20,16 +21,21 @@ def list_chat_formats() -> list[str]:
 
 @cache
 def load_chat_syntax(name: str) -> ChatSyntax:
-    """Return the format of a name.
+    """Return the format of a name, which may end with the suffix of its tags (hy_v4:6124c78e).
 
     Raises:
-        ValueError: if there is no file of that name.
+        ValueError: if there is no file of that name, or its tags have no suffix.
     """
-    module = import_module_if_exists(CHAT_FORMATS_PACKAGE, name)
+    base, colon, suffix = name.partition(":")
+    module = import_module_if_exists(CHAT_FORMATS_PACKAGE, base)
     if module is None:
         raise ValueError(f"no chat format {name!r}; there are {', '.join(list_chat_formats())}")
     syntax: ChatSyntax = module.FORMAT
-    return syntax
+    if not colon:
+        return syntax
+    if not syntax.suffixed_tags:
+        raise ValueError(f"the tags of the chat format {base} have no suffix; leave {name!r} out")
+    return add_tag_suffix(syntax, syntax.suffixed_tags, colon + suffix)
 
 
 def detect_chat_format(template: str, tokens: Collection[str] = ()) -> str:
@@ -38,18 +44,20 @@ def detect_chat_format(template: str, tokens: Collection[str] = ()) -> str:
     Args:
         template: text of all templates of the model.
         tokens: control tokens of its tokenizer.
+
+    Returns:
+        The name, with the suffix of its tags if the template has one.
     """
     found = max(
         (
             (len(group), sum(map(len, group)), name)
             for name in list_chat_formats()
-            for group in load_chat_syntax(name).template_detection_groups
-            if all(text in template for text in group)
+            for group in _detected_groups(load_chat_syntax(name), template)
         ),
         default=(0, 0, ""),
     )
-    if found[-1]:
-        return found[-1]
+    if name := found[-1]:
+        return name + find_tag_suffix(load_chat_syntax(name).suffixed_tags, template)
     if "tools" not in template:
         return NO_TOOLS_CHAT_FORMAT
     by_tokens = max(
@@ -61,6 +69,13 @@ def detect_chat_format(template: str, tokens: Collection[str] = ()) -> str:
         default=(0, FALLBACK_CHAT_FORMAT),
     )
     return by_tokens[1]
+
+
+def _detected_groups(syntax: ChatSyntax, template: str) -> Iterable[tuple[str, ...]]:
+    """The groups of texts that show a format, of which a template has all texts."""
+    plain = remove_tag_suffixes(syntax.suffixed_tags, template)
+    groups = syntax.template_detection_groups
+    return (group for group in groups if all(text in plain for text in group))
 
 
 def detect_thinking_marks(syntax: ChatSyntax, template: str) -> ThinkingSyntax | None:
@@ -116,4 +131,4 @@ def parser_marks_with_calls(syntax: ChatSyntax, thinking: ThinkingSyntax | None)
     if thinking is not None:
         marks += [thinking.open, thinking.close]
     parts = {part for mark in marks for part in (mark.strip(), *split_mark_parts(mark))}
-    return parts | set(syntax.control_tokens) | set(calls.openers)
+    return parts | {*syntax.control_tokens, *calls.openers, *calls.closers}

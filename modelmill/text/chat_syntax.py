@@ -118,6 +118,7 @@ class CallSyntax:
         code_mark: before a call in Python syntax, which some models write instead.
         inline: texts that begin a call inside content without a mark.
         openers: further marks at which calls may begin, where models leave marks out.
+        closers: marks that may stand behind such calls in the style ``json``.
         whole_marks: only a whole mark tells calls from other text, since its parts stand in
             other marks, too.
         id_from_head: the id of a call is its written head.
@@ -154,6 +155,7 @@ class CallSyntax:
     code_mark: str = ""
     inline: tuple[str, ...] = ()
     openers: tuple[str, ...] = ()
+    closers: tuple[str, ...] = ()
     whole_marks: bool = False
     id_from_head: bool = False
     counter_alone: bool = False
@@ -215,6 +217,8 @@ class ChatSyntax:
         detect: groups of texts; a chat template with all texts of one group has this format. Of
             several formats the one with the longest group is taken. Empty: the ``tokens``.
         tokens: the same for control tokens of the tokenizer, if the template shows no format.
+        suffixed_tags: names of tags behind which a checkpoint may write a suffix of its own, as
+            <tool_call:6124c78e>; the template shows it, and the format's name then ends with it.
         control_tokens: further control tokens that the parser needs in the text.
         not_turn_ends: control tokens that end a turn in other formats only.
         thinking: marks of the thinking; used if the chat template has them. None: never.
@@ -231,6 +235,7 @@ class ChatSyntax:
     thinking: ThinkingSyntax | None = field(default_factory=ThinkingSyntax)
     detect: tuple[tuple[str, ...], ...] = ()
     tokens: tuple[str, ...] = ()
+    suffixed_tags: tuple[str, ...] = ()
     control_tokens: tuple[str, ...] = ()
     not_turn_ends: tuple[str, ...] = ()
     begun: str = ""

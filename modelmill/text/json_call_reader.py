@@ -38,7 +38,7 @@ class JsonCallReader(ToolCallReader):
             if part != "["
         )
         closing = (part.removeprefix("]") for part in (*self._close, *self._section_close))
-        self._closing = tuple(filter(None, closing))
+        self._closing = (*filter(None, closing), *self._syntax.closers)
         self._value: StreamingJsonNormalizer | None = None
         self._in_list = False
         self._reset_object_state()

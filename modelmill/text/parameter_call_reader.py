@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, escape_json_text
 from modelmill.text.named_call_reader import NamedCallReader
@@ -222,18 +223,18 @@ class ParameterCallReader(NamedCallReader):
             if empty:
                 self._state = self._scan_parameter
             return end if empty else at
-        key, attribute = text[at:place].strip(), None
+        key, attribute = text[at:place], None
         if self._parameter.type_open:
             before, behind = split_mark_parts(self._parameter.type_open)
             key, _, written_type = key.partition(before)
-            if not written_type:
+            if not written_type.strip():
                 return self._reject_or_break_call(at)
-            key, written_type = key.strip(), written_type.strip().removeprefix(behind).strip()
+            written_type = written_type.strip().removeprefix(behind).strip()
         elif self._parameter.type_attribute:
-            key, attribute = _split_key_and_is_string(key)
+            key, attribute = _split_key_and_is_string(key.rstrip())
         if self._parameter.type_open or written_type:
             attribute = written_type in WRITTEN_STRING_TYPES
-        key = self._unescape_attribute(key)
+        key = self._clean_key(self._unescape_attribute(key))
         self._type = resolve_parameter_type(
             self._tools.get(self._name), key, self._parameter.undeclared, attribute
         )
@@ -273,14 +274,19 @@ class ParameterCallReader(NamedCallReader):
         begun = not self._final and any(mark.startswith(rest) for mark in marks)
         return None if begun else False
 
+    def _declared_properties(self) -> Mapping[str, Any] | None:
+        """The properties that the tool declares; None if it does not say."""
+        properties = (self._tools.get(self._name) or {}).get("properties")
+        return properties if isinstance(properties, Mapping) else None
+
+    def _clean_key(self, key: str) -> str:
+        """The key without blanks around it, unless the tool declares it with them."""
+        return key if key in (self._declared_properties() or ()) else key.strip()
+
     def _is_arguments_wrapper_key(self, key: str) -> bool:
         """Whether a key is none of the tool, but one under which models write all arguments."""
-        properties = (self._tools.get(self._name) or {}).get("properties")
-        return (
-            key in ARGUMENTS_WRAPPER_KEYS
-            and isinstance(properties, Mapping)
-            and key not in properties
-        )
+        properties = self._declared_properties()
+        return properties is not None and key in ARGUMENTS_WRAPPER_KEYS and key not in properties
 
     def _scan_wrapped_arguments(self, text: str, at: int) -> int:
         """All arguments as one object under a name of its own."""

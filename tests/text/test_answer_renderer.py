@@ -37,6 +37,13 @@ WRITTEN = {
     "function_gemma": "<start_function_call>call:f{a:<escape>x<escape>,n:2,t:true}"
     "<end_function_call>",
     "granite3": '<|tool_call|>[{"name": "f", "arguments": {"a": "x", "n": 2, "t": true}}]',
+    "hy_v3": "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>x"
+    "</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n<arg_key>t</arg_key>\n<arg_value>true"
+    "</arg_value>\n</tool_call>\n</tool_calls>",
+    "hy_v4": "<tool_calls><tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>n"
+    "</arg_key><arg_value>2</arg_value><arg_key>t</arg_key><arg_value>true</arg_value></tool_call>"
+    "</tool_calls>",
+    "xlam": '[{"name": "f", "arguments": {"a": "x", "n": 2, "t": true}}]',
     "internlm2": '<|action_start|><|plugin|>\n{"name": "f", "parameters": '
     '{"a": "x", "n": 2, "t": true}}<|action_end|>',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"

@@ -183,6 +183,7 @@ OTHER_OPENINGS = [
     ("gemma3", "```tool_code\n[now()]\n```"),
     ("json", '{"name": "now", "arguments": {}}'),
     ("json", '[{"name": "now", "arguments": {}}]'),
+    ("xlam", '<tool_call>[{"name": "now", "arguments": {}}]'),
     ("hermes", '\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
     ("qwen_react", "Thought: I need it.\nAction: now\nAction Input: {}"),
     ("qwen_react", " I need it.\nAction: now\nAction Input: {}"),
@@ -226,7 +227,7 @@ def test_json_that_is_no_call_is_content(name: str) -> None:
 def test_which_calls_content_could_be() -> None:
     open_object = {"type": "object"}
     for name in FORMATS:
-        expected = ["f", "now"] if name in ("json", "llama3_json") else []
+        expected = ["f", "now"] if name in ("json", "llama3_json", "xlam") else []
         assert find_ambiguous_calls(open_object, list(TOOLS), name) == expected
         assert find_ambiguous_calls(SCHEMA, list(TOOLS), name) == []
     named = {

@@ -52,6 +52,8 @@ CALL_TEXTS = [
     ("<tool_call>\n{\"name\": \"' + name", "hermes"),  # Qwen 2.5, Qwen3, Hermes 2 and 3
     ("<|start_of_role|> <tool_call>\n{ </tool_call>", "hermes"),  # Granite 4
     ("<tool_call>\n<function=' + name + '>\n' <parameter=' + key", "qwen3_coder"),
+    ("<|start_of_role|> <tool_call>\n<function=f>\n<parameter=x>\nv\n</parameter>\n</function>\n"
+     "</tool_call>", "qwen3_coder"),  # Granite 4.2
     ("<seed:tool_call>\n<function=' + name + '>\n' <parameter=' + key", "seed_oss"),
     ("<tool_call>{function-name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>", "glm45"),
     ("<tool_call>{function-name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value>", "glm47"),
@@ -88,6 +90,9 @@ CALL_TEXTS = [
     ("<function name=\"' + name + '\"><param name=\"", "minicpm5"),
     ("<longcat_tool_call>\n{", "longcat"),
     ("<tool_calls>\n<tool_call>' + name + '<tool_sep>\n<arg_key>k</arg_key>\n<arg_value>", "hy_v3"),
+    ("<tool_calls><tool_call>{function-name}<arg_key>k</arg_key><arg_value>v</arg_value>", "hy_v4"),
+    ("<tool_calls:a><tool_call:a>' + name + '<arg_key:a>k</arg_key:a><arg_value:a>", "hy_v4:a"),
+    ("xLAM make calls in a single JSON array: [{\"name\": ipython message.tool_calls", "xlam"),
     ("function call' + '<|role_sep|>\n' + '{\"name\": \"", "gigachat3"),
     ("<|function_call|>{\"name\": \"", "gigachat3"),
     ("'<|tools_prefix|>' '[' '{\"' ~ name ~ '\": ' ']' '<|tools_suffix|>'", "apertus"),

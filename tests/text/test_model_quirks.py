@@ -70,6 +70,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("llama_pythonic", "[f(1)]", "[f(1)]", []),
     ("llama3_json", 'So: {"name": "g", "parameters": {}} it is.', "So: it is.", [("g", {})]),
     ("granite3", '<tool_call> [{"name": "g", "arguments": {}}]', "", [("g", {})]),
+    ("xlam", '[{"name": "g", "arguments": {}}, {"name": "f", "arguments": {"days": 1}}]', "",
+     [("g", {}), ("f", {"days": 1})]),
+    ("xlam", 'Well:\n```json\n[{"name": "g", "arguments": {}}]\n```\nso', "Well: so", [("g", {})]),
+    ("xlam", 'Well:[TOOL_CALLS][{"name": "g", "arguments": {}}]', "Well:", [("g", {})]),
+    ("xlam", 'Well:<tool_call>[{"name": "g", "arguments": {}}]</tool_call>', "Well:", [("g", {})]),
+    ("xlam", '```json\n[{"name": "h"}]\n```', '```json\n[{"name": "h"}]\n```', []),
     ("gpt_oss", "<|channel|>commentary to=functions.g<|message|>{}<|call|>", "", [("g", {})]),
     ("gpt_oss", "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>"
      '{"x": "<|end|>"}<|call|>', "", [("g", {"x": "<|end|>"})]),

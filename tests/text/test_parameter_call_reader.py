@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -92,6 +93,32 @@ def test_other_forms_of_a_call_are_read(
     answer = parse(name, text, size)
     assert [(call.name, call.arguments) for call in answer.calls] == calls
     assert answer.content == content
+
+
+@pytest.mark.parametrize("declared", [" x ", "\tx\n", " "])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm47", "<tool_call>f<arg_key>{}</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("glm47", "<tool_call>f\n<arg_key>{}</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        ("qwen3_coder", "<function=f>\n<parameter={}>\n1\n</parameter>\n</function>"),
+        ("minicpm5", '<function name="f"><param name="{}">1</param></function>'),
+        ("deepseek_v32", DSML.format(">\n" + CALL.format("{}", "1"))),
+    ],
+)
+def test_blanks_around_a_key_stay_where_they_are_declared(
+    name: str, text: str, declared: str
+) -> None:
+    """A tool may have an argument without and one with blanks."""
+    for tools in ({"f": object_schema(**{declared: "integer", "x": "string"})}, {"f": None}):
+        for key in (declared, "x"):
+            parser = make_answer_parser(load_chat_syntax(name), tools)
+            pieces = [piece for char in text.format(key) for piece in parser.push(char)]
+            (call,) = collect_answer([*pieces, *parser.flush()]).calls
+            exact = tools["f"] is not None
+            assert list(json.loads(call.arguments)) == [key if exact else key.strip()]
+            if exact:
+                assert json.loads(call.arguments) == {key: "1" if key == "x" else 1}
 
 
 def test_half_a_surrogate_pair_is_replaced() -> None:

@@ -21,6 +21,7 @@ import pytest
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser, MARK
+from vllm.tool_parsers.hy_v4_tool_parser import HYV4ToolParser
 from vllm.tool_parsers.unknown_tool_parser import UnknownToolParser
 from vllm.engine import grammar
 from mistral_common.tokens import Choice
@@ -73,6 +74,14 @@ def test_state():
     assert parser.prev_tool_call_arr == [{"name": "f", "arguments": '{"x":1}'}]
     assert parser.bot_token == "<tool_call>\\n"
     assert parser.bot_token_id == parser.vocab[parser.bot_token]
+
+class SuffixTokenizer:
+    def get_vocab(self):
+        return {"<x>": 0, "<tool_call:a1>": 1}
+
+def test_suffix():
+    text = "<tool_calls:a1><tool_call:a1>f</tool_call:a1></tool_calls:a1>"
+    assert HYV4ToolParser(SuffixTokenizer()).extract_tool_calls(text).tools_called
 
 def test_no_format():
     UnknownToolParser(None)
@@ -173,10 +182,10 @@ def test_tests_of_vllm_run_against_the_parsers(
     folder = str(vllm_checkout(tmp_path))
     assert command.main(["vllm", folder, "--commit", "abc"]) == 1, "one test has no explanation"
     output = capsys.readouterr().out
-    assert "test_small.py: 1 failed, 3 internal, 1 no format, 4 passed, 1 xpassed" in output
+    assert "test_small.py: 1 failed, 3 internal, 1 no format, 5 passed, 1 xpassed" in output
     assert "test_small.py::test_wrong\n    no explanation" in output
     assert "test_kimi_k3_tool_parser.py: 1 internal" in output, "it asks no parser"
-    assert "6 tests compared, 5 with the same calls" in output
+    assert "7 tests compared, 6 with the same calls" in output
 
 
 def test_tests_of_sglang_run_against_the_parsers(

@@ -78,7 +78,7 @@ def forbidden_texts(syntax: ChatSyntax) -> list[str]:
     """Return the marks that texts of an answer must not contain."""
     calls, thinking = syntax.calls, syntax.thinking
     marks = [*calls.section, *calls.call, calls.optional[0], calls.code_mark]
-    marks += [*calls.stops, *calls.openers]
+    marks += [*calls.stops, *calls.openers, *calls.closers]
     marks += [calls.string_mark, *syntax.control_tokens, *syntax.content]
     marks += [] if thinking is None else thinking.marks
     if calls.parameter is not None:

@@ -22,10 +22,13 @@ VLLM = {
     "GptOssToolParser": "gpt_oss",
     "Granite20bFCToolParser": "granite_20b",
     "Granite4ToolParser": "hermes",
+    "GraniteEngineToolParser": "granite3",
+    "GraniteToolCallToolParser": "qwen3_coder",
     "GraniteToolParser": "granite3",
     "Hermes2ProToolParser": "hermes",
     "HunyuanA13BToolParser": "hunyuan",
     "HYV3ToolParser": "hy_v3",
+    "HYV4ToolParser": "hy_v4",
     "Internlm2ToolParser": "internlm2",
     "JambaToolParser": "hunyuan",
     "K2HorizonToolParser": "k2_horizon",
@@ -52,6 +55,7 @@ VLLM = {
     "SeedOssToolParser": "seed_oss",
     "Step3ToolParser": "step3",
     "Step3p5ToolParser": "qwen3_coder",
+    "xLAMToolParser": "xlam",
 }
 """Parser class of vLLM → chat format."""
 VLLM_REGISTRY = {
@@ -69,9 +73,11 @@ VLLM_REGISTRY = {
     "granite": "GraniteToolParser",
     "granite-20b-fc": "Granite20bFCToolParser",
     "granite4": "Granite4ToolParser",
+    "granite_toolcall_parser": "GraniteToolCallToolParser",
     "hermes": "Hermes2ProToolParser",
     "hunyuan_a13b": "HunyuanA13BToolParser",
     "hy_v3": "HYV3ToolParser",
+    "hy_v4": "HYV4ToolParser",
     "internlm": "Internlm2ToolParser",
     "jamba": "JambaToolParser",
     "k2_horizon": "K2HorizonToolParser",
@@ -97,6 +103,7 @@ VLLM_REGISTRY = {
     "seed_oss": "SeedOssEngineToolParser",
     "step3": "Step3ToolParser",
     "step3p5": "Step3p5ToolParser",
+    "xlam": "xLAMToolParser",
 }
 """Name of a parser in vLLM's registry → its class."""
 SGLANG = {

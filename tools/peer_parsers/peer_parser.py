@@ -48,7 +48,8 @@ class PeerParser:
     """Parses whole answers, and one streamed answer.
 
     Args:
-        format_name: chat format; None if there is none for the peer's parser.
+        format_name: chat format, with the suffix of its tags; None if there is none for the
+            peer's parser.
         tools: name → parameters.
         any_name: whether calls of further names are calls.
         peer_class: the peer's parser that it stands for.
@@ -61,9 +62,9 @@ class PeerParser:
         any_name: bool,
         peer_class: str = "",
     ) -> None:
-        if format_name not in list_chat_formats():
+        if format_name is None or format_name.partition(":")[0] not in list_chat_formats():
             raise PeerInternalError("no chat format stands for this parser")
-        self._syntax = load_chat_syntax(str(format_name))
+        self._syntax = load_chat_syntax(format_name)
         self._tools = AnyTools(tools) if any_name else tools
         self._stream = self._make()
         self._deltas = CallDeltas(DELIVERY.cut)

@@ -6,6 +6,7 @@ from typing import Any
 
 from modelmill.text.answer_pieces import ToolCallDelta
 from modelmill.text.chat_format_registry import load_chat_syntax, select_format_variant
+from modelmill.text.tag_suffix import find_tag_suffix
 from tools.peer_parsers import peer_names
 from tools.peer_parsers.loose_text import LooseJson, LooseText
 from tools.peer_parsers.peer_parser import PeerInternalError, PeerParser, schemas
@@ -43,6 +44,9 @@ class ToolParser:
             raise PeerInternalError("no chat format stands for this parser")
         if self.format_name in OLDER_FORMATS and not isinstance(tokenizer, EncoderTokenizer):
             self.format_name = OLDER_FORMATS[self.format_name]
+        tags = load_chat_syntax(self.format_name).suffixed_tags
+        if tags and tokenizer is not None:
+            self.format_name += find_tag_suffix(tags, " ".join(tokenizer.get_vocab()))
         self.model_tokenizer = tokenizer
         self._tools = schemas(tools)
         self._parser: PeerParser | None = None

@@ -3,8 +3,11 @@
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax
 
 FORMAT = ChatSyntax(
-    title="Qwen3-Coder, Qwen3-Next-Coder, Qwen3.5, Nemotron 3, Step 3.5",
-    detect=(("<tool_call>", "<function=", "<parameter="),),
+    title="Qwen3-Coder, Qwen3-Next-Coder, Qwen3.5, Nemotron 3, Granite 4.2, Step 3.5",
+    detect=(
+        ("<tool_call>", "<function=", "<parameter="),
+        ("<tool_call>", "<function=", "<parameter=", "<|start_of_role|>"),
+    ),
     calls=CallSyntax(
         "parameters",
         call=("<tool_call>\n<function=", "</function>\n</tool_call>"),
