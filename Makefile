@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-building test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats parser-differences llama-cpp-tests request-fields site lint format clean
+.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-models test-building test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats parser-differences llama-cpp-tests request-fields site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -26,27 +26,31 @@ demo-sam: $(VENV)/.core
 	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
 # what has a part of its own beside the rest: kernels; what makes engines; what mostly starts processes and waits for them.
-# Those of make test end at about the same time; in make test-all test-computing, which compiles kernels for every GPU
-# generation, is the longest
+# In make test-all test-computing, which compiles kernels for every GPU generation, and test-models, which plants faults into
+# every family, are the longest
 COMPUTING := tests/ops
-BUILDING := tests/models tests/accept tests/builder tests/checkpoint tests/quant tests/weights tests/loader tests/nn
+MODELS := tests/models
+BUILDING := tests/accept tests/builder tests/checkpoint tests/quant tests/weights tests/loader tests/nn
 WAITING := tests/serve tests/trust tests/export tests/tools tests/browser
-# a selection that sees a fault of every op, route and check within minutes, in four parts side by side, since most
+# a selection that sees a fault of every op, route and check within minutes, in five parts side by side, since most
 # tests keep one core busy, and the linters beside them, while tests wait for processes; grep passes whole lines on
 test: $(VENV)/.test
-	$(MAKE) --no-print-directory -j5 test-computing test-building test-waiting test-rest lint QUICK=--quick
+	$(MAKE) --no-print-directory -j6 test-computing test-models test-building test-waiting test-rest lint QUICK=--quick
 
 # every test that runs on a machine without a GPU (contains those of make test)
 test-all: $(VENV)/.test
-	$(MAKE) --no-print-directory -j5 test-computing test-building test-waiting test-rest lint
+	$(MAKE) --no-print-directory -j6 test-computing test-models test-building test-waiting test-rest lint
 
 # without compiled files, each of the processes that tests start would compile the package
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_RUN = $(BIN)/python -m pytest $(QUICK) $(PYTEST)
-test-computing test-building test-waiting test-rest: SHELL := bash
-test-computing test-building test-waiting test-rest: .SHELLFLAGS := -o pipefail -c
+test-computing test-models test-building test-waiting test-rest: SHELL := bash
+test-computing test-models test-building test-waiting test-rest: .SHELLFLAGS := -o pipefail -c
 test-computing: $(VENV)/.test
 	$(PYTEST_RUN) $(COMPUTING) 2>&1 | grep --line-buffered ''
+
+test-models: $(VENV)/.test
+	$(PYTEST_RUN) $(MODELS) 2>&1 | grep --line-buffered ''
 
 test-building: $(VENV)/.test
 	$(PYTEST_RUN) $(BUILDING) 2>&1 | grep --line-buffered ''
@@ -59,7 +63,7 @@ test-waiting: $(VENV)/.test
 	$(PYTEST_RUN) $(WAITING) 2>&1 | grep --line-buffered ''
 
 test-rest: $(VENV)/.test
-	$(PYTEST_RUN) tests $(patsubst %,--ignore=%,$(COMPUTING) $(BUILDING) $(WAITING)) 2>&1 | grep --line-buffered ''
+	$(PYTEST_RUN) tests $(patsubst %,--ignore=%,$(COMPUTING) $(MODELS) $(BUILDING) $(WAITING)) 2>&1 | grep --line-buffered ''
 
 NATIVE = $(foreach suffix,cpp cu cuh h c,$(shell find modelmill tests benchmarks -name "*.$(suffix)"))
 lint: $(VENV)/.test
