@@ -87,9 +87,9 @@ def disable_kernels() -> None:
         _, _, _, threads, shared, *_ = args
         return launch.CudaKernel(1, threads, shared)
 
-    build.kernel_unavailable_reason = _nothing
+    build.kernel_compile_failure_reason = _nothing
     launch.sm_count = lambda *_: NUM_SMS  # type: ignore[assignment]
-    launch.load_kernel = kernel
+    launch.compile_and_load_kernel = kernel
     counters = torch.zeros(2, dtype=torch.int32)
     paged_attention._stream_counters = lambda *_: counters  # type: ignore[assignment]
     everywhere: Mapping[str, object] = {

@@ -43,7 +43,7 @@ from modelmill.eval.report import MeasurementStats, versions  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse_model  # noqa: E402
-from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype  # noqa: E402
+from modelmill.nn.kv import KVCache, ModelKVCacheSpec, kv_cache_dtype  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
@@ -159,7 +159,7 @@ def weight_bytes(model: nn.Module, tokens: int = 1) -> float:
     return total
 
 
-def tokens_read(kv: KVShape, context: int) -> float:
+def tokens_read(kv: ModelKVCacheSpec, context: int) -> float:
     """Tokens whose keys a query behind ``context`` tokens reads, on average over the layers."""
     windows = kv.layer_windows or (kv.window,)
     return sum(min(context, window or context) for window in windows) / len(windows)

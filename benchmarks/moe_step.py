@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.weight_formats import weight_quantizer  # noqa: E402
-from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
+from modelmill.eval.provenance import git_commit, host_and_gpu_info  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, make_row  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
 from modelmill.nn.expert_stack import FUSED_MOE_OPS  # noqa: E402
@@ -265,7 +265,7 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     roofline = measure_roofline(options.device, [torch.bfloat16])
     facts = {
         "commit": git_commit(),
-        **host_facts(),
+        **host_and_gpu_info(),
         "shape": vars(shape),
         "ceilings": roofline.to_dict(),
     }

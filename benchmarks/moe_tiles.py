@@ -105,9 +105,11 @@ DECODE["mxfp4"] = {
 }  # fmt: skip
 # constants of cuda/moe/grouped_gemm_wq.py
 CUDA: dict[str, tuple[Any, ...]] = {
-    "MAX_PAIRS_BY_TOKEN_TILES": tuple(((tiles, float("inf")),) for tiles in (1, 2, 3, 4)),
+    "MAX_PAIRS_PER_EXPERT_BY_TOKEN_TILES": tuple(
+        ((tiles, float("inf")),) for tiles in (1, 2, 3, 4)
+    ),
     "BLOCKS_PER_SM": ((1,), (2,), (3,)),
-    "WARPS_PER_SM": ((8, 8), (8, 16), (16, 24), (24, 32)),
+    "PREFERRED_WARPS_PER_SM_RANGE": ((8, 8), (8, 16), (16, 24), (24, 32)),
     "MAX_STAGE_BYTES": (12 << 10, 32 << 10, 48 << 10),
     "MAX_STAGES": (3, 4, 6),
     "L2_REUSE_STAGES": (4, 16, 1 << 10),

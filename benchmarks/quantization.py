@@ -291,7 +291,7 @@ def artifact_facts(artifact: Any) -> dict[str, Any]:
 
 def row_provenance(device: str) -> dict[str, Any]:
     """Device and host, versions, date and commit."""
-    from modelmill.eval.provenance import git_commit, host_facts
+    from modelmill.eval.provenance import git_commit, host_and_gpu_info
     from modelmill.eval.report import device_name, versions
 
     now = datetime.now(UTC).isoformat("T", "seconds")
@@ -300,7 +300,7 @@ def row_provenance(device: str) -> dict[str, Any]:
         "versions": versions(),
         "date": now,
         "commit": git_commit(),
-        **host_facts(),
+        **host_and_gpu_info(),
     }
 
 

@@ -60,7 +60,7 @@ from benchmarks.suite_plan import CPU_SHAPE, Skipped  # noqa: E402
 from benchmarks.suite_resume import MeasuredLine, find_unfinished_run  # noqa: E402
 from benchmarks.synthetic_shapes import VLLM_FORMATS  # noqa: E402
 from benchmarks.workloads import Workload, measure_in_turn  # noqa: E402
-from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
+from modelmill.eval.provenance import git_commit, host_and_gpu_info  # noqa: E402
 
 CPU_RECIPES = {"int8": "modelmill int8", "keep": "modelmill keep"}
 CPU_CONTEXT = 1024
@@ -146,7 +146,7 @@ class Suite:
             options.work.resolve(), options.vllm, options.vllm_python,
             check=not options.no_check, weight_format=options.weight_format,
         )  # fmt: skip
-        self.made_by = {"commit": options.commit or git_commit(), **host_facts()}
+        self.made_by = {"commit": options.commit or git_commit(), **host_and_gpu_info()}
         self.run = datetime.now(UTC).strftime("suite-%Y%m%dT%H%M%S")
         self.out = options.out or ROOT / "benchmarks" / "results" / f"{slug(limits.name)}.jsonl"
         self.out.parent.mkdir(parents=True, exist_ok=True)

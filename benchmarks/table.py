@@ -49,7 +49,7 @@ from benchmarks.peer_process import Lengths, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, SINGLE_GPU_FRACTION, PeerSetup  # noqa: E402
 from benchmarks.targets import TARGETS  # noqa: E402
 from benchmarks.workloads import PARTS, Workload, measure_in_blocks, measure_in_turn  # noqa: E402
-from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
+from modelmill.eval.provenance import git_commit, host_and_gpu_info  # noqa: E402
 
 ARRIVAL, LONGEST_FIRST = "arrival", "longest-first"
 
@@ -63,7 +63,7 @@ class SpeedTable:
         self.variants = dict(map(parse_variant, options.also))
         more = {"layers": options.layers, "check": not options.no_check, "weights": options.weights}
         self.peer_setup = PeerSetup(options.work.resolve(), *peers, variants=self.variants, **more)
-        self.made_by = {"commit": options.commit or git_commit(), **host_facts()}
+        self.made_by = {"commit": options.commit or git_commit(), **host_and_gpu_info()}
         self.run = datetime.now(UTC).strftime("table-%Y%m%dT%H%M%S")
         self.lines: list[tuple[str, dict[str, MeasuredFigure]]] = []
 

@@ -43,7 +43,7 @@ from benchmarks.workloads import WARM_UP_CALLS, parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
-from modelmill.loader.capacity import total_device_bytes  # noqa: E402
+from modelmill.loader.capacity import total_gpu_bytes  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse_model  # noqa: E402
 from modelmill.nn.shard_model import shard_model  # noqa: E402
@@ -57,7 +57,7 @@ from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup
 from modelmill.runtime.cuda_graphs import graph_limits  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 from modelmill.runtime.graph_sizes import PaddedStepShape, context_bucket  # noqa: E402
-from modelmill.runtime.tp_worker_pool import END_COMMAND, StepCommand  # noqa: E402
+from modelmill.runtime.tp_worker_pool import END_COMMAND, WorkerCommand  # noqa: E402
 from modelmill.runtime.tp_worker_process import run_commands  # noqa: E402
 
 Row = dict[str, Any]
@@ -71,7 +71,7 @@ class OtherRanks:
     def __init__(self, links: list[socket.socket]) -> None:
         self.links = links
 
-    def broadcast(self, command: StepCommand, payload: memoryview | bytes = b"") -> None:
+    def broadcast(self, command: WorkerCommand, payload: memoryview | bytes = b"") -> None:
         """Send a command with its payload to all ranks."""
         for link in self.links:
             link.sendall(command.pack() + bytes(payload))
@@ -199,7 +199,7 @@ def time_steps(options: argparse.Namespace, model: nn.Module, tp_group: TPGroup)
         _free_memory()
     config = run_config(tp_group, 1)
     for batch, tokens in parse_pairs(options.prefill):
-        size = prefill_graph_size(config, batch, tokens, total_device_bytes(device))
+        size = prefill_graph_size(config, batch, tokens, total_gpu_bytes(device))
         new, bound = (tokens, tokens) if size is None else (size.tokens, size.context)
         step = synthetic_step(model, ops, (batch, new, new), max_context=bound)
         captured = size is not None
@@ -268,7 +268,7 @@ def time_engine_core(
         return
     for batch, count in shapes:
         yield {"figure": "loop.decode_ms", "tp": tp_group.size} | time_loop(loop, batch, count)
-    others.broadcast(StepCommand(END_COMMAND))
+    others.broadcast(WorkerCommand(END_COMMAND))
 
 
 def time_loop(engine_core: EngineCore, batch: int, count: int) -> Row:

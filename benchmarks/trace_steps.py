@@ -42,7 +42,7 @@ from modelmill.eval.datasets import sample_request_lengths  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.pending_step import StepForward  # noqa: E402
+from modelmill.runtime.pending_step import StepForwardResult  # noqa: E402
 from modelmill.runtime.scheduler import Schedule  # noqa: E402
 
 FLOPS = 700e12  # bfloat16 products of many rows on an H200 that is warm
@@ -87,7 +87,7 @@ def record_steps(engine_core: EngineCore) -> list[StepRecord]:
         starts[-1].record()
         return run(plan)
 
-    def record(forward: StepForward) -> Any:
+    def record(forward: StepForwardResult) -> Any:
         counts = [(seq.computed, count) for seq, count in forward.schedule.work]
         start, end = starts.pop(), torch.cuda.Event(enable_timing=True)
         pending = sample(forward)

@@ -29,7 +29,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.progress_callback import Progress
 from modelmill.core.types import MEAN_POOLING, SamplingParams, SleepOrWakeReport
 from modelmill.core.unknown_keywords import check_option_names, refuse_unknown_keywords
-from modelmill.loader.device import compile_cpu_kernels
+from modelmill.loader.device import ensure_cpu_kernels_compiled
 from modelmill.opened_engine import (
     OpenedEngine,
     check_model_argument,
@@ -122,7 +122,7 @@ class LLM(OpenedEngine[EngineCore]):
         build = {name: value for name, value in options.items() if name in BUILD_ONLY_FIELDS}
         run = {name: value for name, value in options.items() if name in RUN_CONFIG_FIELDS}
         config = RunConfig(**run)  # type: ignore[arg-type]
-        compile_cpu_kernels(config.device, progress)
+        ensure_cpu_kernels_compiled(config.device, progress)
         self.path = engine = resolve_engine_path(engine, build, progress)
         self._opened = core = EngineCore.open(engine, config)
         artifact = core.opened_artifact
@@ -417,7 +417,7 @@ def build_engine(
     Raises:
         AcceptanceError: The engine did not pass.
     """
-    from modelmill.accept.run import accept_staged_engine
+    from modelmill.accept.run import run_engine_acceptance
     from modelmill.builder.autotune_measure import autotune
     from modelmill.builder.build_engine import build
     from modelmill.builder.plan import make_build_plan
@@ -429,7 +429,7 @@ def build_engine(
         )
 
     def check_staged(staged: Path, staged_plan: Any) -> dict[str, Any]:
-        return accept_staged_engine(staged, staged_plan.checkpoint, on_progress=on_progress)
+        return run_engine_acceptance(staged, staged_plan.checkpoint, on_progress=on_progress)
 
     run_autotune = (lambda plan: autotune(plan, on_progress)) if tune else None
     return build(plan, Path(out), check_staged if check else None, on_progress, run_autotune)
@@ -478,7 +478,7 @@ def ensure_cached_engine(
     from modelmill.checkpoint.open import open_checkpoint
 
     # a plan asks the backends which ops they have, which would compile the kernels in silence
-    compile_cpu_kernels(
+    ensure_cpu_kernels_compiled(
         "cpu" if config.target == "cpu" else "auto", on_progress or (lambda *_: None)
     )
     plan = make_build_plan(open_checkpoint(checkpoint), config)

@@ -21,7 +21,7 @@ from modelmill.core.config import BuildConfig, config_from_dict
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.progress_callback import Progress
 from modelmill.core.unknown_keywords import check_option_names, refuse_unknown_keywords
-from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
+from modelmill.loader.device import ensure_cpu_kernels_compiled, resolve_device, set_cpu_threads
 from modelmill.opened_engine import (
     OpenedEngine,
     check_model_argument,
@@ -34,7 +34,7 @@ from modelmill.vision.prompts import Prompt, check_prompt_inside_image, make_pro
 from modelmill.vision.sam_loader import ENGINE_TYPE, open_sam_model
 from modelmill.vision.sam_model import ImageEmbedding, Mask, SamModel
 
-START_OPTIONS = ("device", "kernels", "threads")
+EXPLICIT_PARAMETERS = ("device", "kernels", "threads")
 """Config fields that are separate parameters of Segmenter."""
 
 
@@ -89,7 +89,7 @@ class Segmenter(OpenedEngine[SamModel]):
     ) -> None:
         from modelmill.llm import resolve_engine_path
 
-        compile_cpu_kernels(self.device, progress)
+        ensure_cpu_kernels_compiled(self.device, progress)
         engine = resolve_engine_path(self.path, build, progress, ENGINE_TYPE)
         artifact = open_artifact(engine)
         if self.device == "cpu":
@@ -241,5 +241,5 @@ class Segmenter(OpenedEngine[SamModel]):
 Segmenter.__doc__ = f"""{Segmenter.__doc__}
     Build options, if ``model`` is a checkpoint:
 
-{describe_options(BuildConfig, exclude=START_OPTIONS)}
+{describe_options(BuildConfig, exclude=EXPLICIT_PARAMETERS)}
     """

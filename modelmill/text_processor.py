@@ -40,7 +40,7 @@ from modelmill.text.answer_grammar import PromptThinking, whole_answer_grammar
 from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_answer
 from modelmill.text.answer_pieces import ParsedAnswer
 from modelmill.text.answer_splice import AnswerSplicer, extract_prompt_tail
-from modelmill.text.begun_answer import AssistantPrefill, read_begun_answer
+from modelmill.text.begun_answer import AssistantPrefill, parse_assistant_prefill
 from modelmill.text.chat_format_loader import (
     ChatFormat,
     TemplateChatFormat,
@@ -250,7 +250,7 @@ class TextProcessor:
         thinking_budget: int | None = None,
         add_generation_prompt: bool = True,
         continues: bool = False,
-        kept_prompt_tokens: int | None = None,
+        max_kept_prompt_tokens: int | None = None,
         tool_schemas: ToolSchemas | None = None,
         sent_messages: Messages = (),
         **template: Any,
@@ -267,7 +267,7 @@ class TextProcessor:
             thinking_budget: Maximum tokens of the thinking.
             add_generation_prompt: Whether the template begins an answer.
             continues: Whether the answer continues the last message, of the assistant.
-            kept_prompt_tokens: Keep only so many of the prompt's last tokens.
+            max_kept_prompt_tokens: Keep only so many of the prompt's last tokens.
             tool_schemas: Names of the tools, with the schemas of their parameters.
             sent_messages: The conversation as its client sent it; answers in it that this engine
                 gave are repeated with their own tokens.
@@ -283,7 +283,7 @@ class TextProcessor:
             )
         begun = AssistantPrefill()
         if continues:
-            begun = read_begun_answer(messages, self.chat_format.thinking)
+            begun = parse_assistant_prefill(messages, self.chat_format.thinking)
             if not begun.part:
                 messages, add_generation_prompt = messages[:-1], True
         ids, spans, tail, changes = self._encode_conversation(
@@ -293,10 +293,10 @@ class TextProcessor:
             _AnswerHistoryQuery(sent_messages, tool_schemas or {}, cache_salt),
             template,
         )
-        if kept_prompt_tokens is not None and len(ids) > kept_prompt_tokens:
+        if max_kept_prompt_tokens is not None and len(ids) > max_kept_prompt_tokens:
             if spans:
                 raise RequestError("a prompt with images cannot be truncated; shorten it")
-            ids = ids[-kept_prompt_tokens:]
+            ids = ids[-max_kept_prompt_tokens:]
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._build_request(ids, params, eos, self.chat_format.stop_strings, cache_salt)
         # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well

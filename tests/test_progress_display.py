@@ -170,7 +170,7 @@ def test_opening_an_engine_says_that_kernels_compile(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: Notebook
 ) -> None:
     """In a notebook, where fifteen seconds looked dead."""
-    load: Callable[[], Any] = kernels.load_library
+    load: Callable[[], Any] = kernels.load_or_compile_library
     load()  # nothing is compiled here
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
     visited: list[bool] = []
@@ -185,7 +185,7 @@ def test_opening_an_engine_says_that_kernels_compile(
             )
         return load()
 
-    monkeypatch.setattr(kernels, "load_library", compiling)
+    monkeypatch.setattr(kernels, "load_or_compile_library", compiling)
     monkeypatch.setattr(kernels, "needs_compile", lambda: not visited)
     with LLM(shared / "data/models/stories260K", device="cpu") as llm:
         assert visited
@@ -196,7 +196,7 @@ def test_opening_an_engine_says_that_kernels_compile(
 def test_progress_can_be_turned_off_or_taken(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: Notebook
 ) -> None:
-    kernels.load_library()
+    kernels.load_or_compile_library()
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
     reports: list[tuple[Any, ...]] = []
     folder = shared / "data/models/stories260K"

@@ -111,7 +111,7 @@ def run_build(job: str) -> None:
     """In the fresh process: the build as the command line does it, and the two figures."""
     import psutil
 
-    from modelmill.accept.run import accept_staged_engine
+    from modelmill.accept.run import run_engine_acceptance
     from modelmill.builder.build_engine import build
     from modelmill.builder.plan import make_build_plan
     from modelmill.checkpoint.open import open_checkpoint
@@ -127,7 +127,7 @@ def run_build(job: str) -> None:
         build(
             plan,
             Path(folder) / "model.engine",
-            lambda staged, made: accept_staged_engine(staged, made.checkpoint),
+            lambda staged, made: run_engine_acceptance(staged, made.checkpoint),
         )
     assert psutil.LINUX, "the peak of a process is read from /proc"
     status = Path("/proc/self/status").read_text()

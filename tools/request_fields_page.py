@@ -12,7 +12,7 @@ from modelmill.serve.compatibility_fields import list_compatibility_fields
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_schema import AnthropicTool, MessagesRequest
 from modelmill.serve.dialects.llama_cpp_schema import (
-    InfillContext,
+    InfillExtraFile,
     InfillRequest,
     LlamaCppCompletionRequest,
 )
@@ -89,7 +89,7 @@ def render() -> dict[Path, str]:
             _table(native),
             _table(
                 (f"input_extra[].{name}", "any", reason)
-                for name, _, reason in list_compatibility_fields([InfillContext])
+                for name, _, reason in list_compatibility_fields([InfillExtraFile])
             ),
             SECTION.format(title="Responses", noun="field"),
             _table(

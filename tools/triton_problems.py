@@ -19,7 +19,7 @@ from modelmill.ops import registry
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
 from modelmill.ops.branches_add_rms_norm import BranchesAddRMSNormInputs
 from modelmill.ops.causal_conv import CausalConvInputs
-from modelmill.ops.fused_moe import GELU_TANH, RELU2, FusedMoEInputs, SwigluClamp
+from modelmill.ops.fused_moe import GELU_TANH, RELU2, FusedMoEInputs, SwigluOaiParams
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, SPARSE_MIXER, FusedTopkInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
@@ -473,7 +473,7 @@ def experts() -> Iterator[Problem]:
         biased: dict[str, Any] = {
             "gate_up_bias": tensor(128, 1536, dtype=dtype),
             "down_bias": tensor(128, 2048, dtype=dtype),
-            "clamp": SwigluClamp(1.702, 7.0),
+            "clamp": SwigluOaiParams(1.702, 7.0),
         }
         yield from _call("mxfp4_fused_moe", inputs._replace(**mxfp4))
         yield from _call("fused_moe", inputs._replace(**biased))
@@ -544,4 +544,4 @@ def cases() -> Iterator[Problem]:
         assert module is not None, f"Triton implements {op}"
         for case in import_module(f"modelmill.ops.{op}").cases("cpu", dtype):
             if registry.backend_serves_args(op, "triton", **case.args):
-                yield op, partial(registry.packing_named_args(op, module.run), **case.args)
+                yield op, partial(registry.adapt_to_named_args(op, module.run), **case.args)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modelmill.accept.reference import ModuleIO
 
-INPUT_ARITHMETIC = ("rotary", "rotary", "residual")
+ATTENTION_INPUT_BOUND_KEYS = ("rotary", "rotary", "residual")
 """Of queries, keys (or rows of latent vectors) and values: keys of MODULE_BOUNDS."""
 
 

@@ -64,7 +64,7 @@ class ExtremeInputOutputs(NamedTuple):
     noise: float = 0.0
 
 
-class ScoreRow(NamedTuple):
+class QueryScoreTarget(NamedTuple):
     """The scores of one query: ``shift`` ± ``spread``, and far below for keys that do not count."""
 
     spread: float
@@ -141,7 +141,10 @@ class ExtremeInputRunner:
         x = args[0]
         both = (_seeded_randn(NUM_ACTIVATION_ROWS, x.shape[-1]) * bound).to(x.device, x.dtype)
         gate, up = self._to_reference(both).chunk(2, -1)
-        ours, expected = module.forward(both, *args[1:]), self.reference.clamped_gate(gate, up)
+        ours, expected = (
+            module.forward(both, *args[1:]),
+            self.reference.clamped_gated_activation(gate, up),
+        )
         return ExtremeInputOutputs(label, "activation", ours, expected)
 
     def _run_recurrence_beyond_limits(
@@ -184,8 +187,9 @@ class ExtremeInputRunner:
             rope_frequency_ids=torch.zeros_like(step.rope_frequency_ids),
         )
         ours, expected = (
-            model.compute_rope_cos_sin(far).q_scale, reference.logn_scaling(self.longest)
-        )  # fmt: skip
+            model.compute_rope_cos_sin(far).q_scale,
+            reference.query_scaling_by_position(self.longest),
+        )
         if ours is None and expected is None:
             return
         ones = torch.ones(len(places))
@@ -215,7 +219,9 @@ class ExtremeInputRunner:
         count = min(self.longest, max(windows, default=0) + CONTEXT_TOKENS_BEYOND_WINDOW)
         edges = {count - each for each in windows if each < count}
         table, *stored = _make_kv_pages_with_edges(count, edges, size, dim)
-        rows = _queries_with_scores(_score_rows(cap, sinks), q.shape[1], dim) / module.scale
+        rows = (
+            _queries_with_scores(_query_score_targets(cap, sinks), q.shape[1], dim) / module.scale
+        )
         # of few digits, so that products are exact in any arithmetic
         rows = rows.bfloat16().to(q.device, q.dtype)
         stored = [each.bfloat16().to(pages.device, pages.dtype) for each in stored]
@@ -244,18 +250,18 @@ def _seeded_randn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(17))
 
 
-def _score_rows(cap: float | None, sinks: Tensor | None) -> list[ScoreRow]:
-    rows = [ScoreRow(6.0)]
+def _query_score_targets(cap: float | None, sinks: Tensor | None) -> list[QueryScoreTarget]:
+    rows = [QueryScoreTarget(6.0)]
     if cap is not None:
         # where the cap bends, and behind, some scores near each other, on both sides
-        rows += [ScoreRow(6.0, cap), ScoreRow(6.0, -cap)]
-        rows += [ScoreRow(24.0, 2 * cap), ScoreRow(24.0, -2 * cap)]
+        rows += [QueryScoreTarget(6.0, cap), QueryScoreTarget(6.0, -cap)]
+        rows += [QueryScoreTarget(24.0, 2 * cap), QueryScoreTarget(24.0, -2 * cap)]
     if sinks is not None:  # sums of exponentials as large as those of the sinks
-        rows.append(ScoreRow(2.0, sinks.cpu().float() - 4.5))
+        rows.append(QueryScoreTarget(2.0, sinks.cpu().float() - 4.5))
     return rows
 
 
-def _queries_with_scores(rows: list[ScoreRow], heads: int, dim: int) -> Tensor:
+def _queries_with_scores(rows: list[QueryScoreTarget], heads: int, dim: int) -> Tensor:
     """Return queries [rows, heads, dim] whose products with the pages' keys are the rows."""
     q = torch.zeros(len(rows), heads, dim)
     for place, (spread, shift) in enumerate(rows):

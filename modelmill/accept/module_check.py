@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from modelmill.accept.attention_inputs import (
-    INPUT_ARITHMETIC,
+    ATTENTION_INPUT_BOUND_KEYS,
     gather_attention_inputs,
     gather_slots,
 )
 from modelmill.accept.error_metrics import compare_tensors, incomparable_metrics
 from modelmill.accept.extreme_inputs import ExtremeInputRunner
 from modelmill.accept.quantized_reference import language_model_weight_formats
-from modelmill.accept.reference import LayerTrace, ModuleIO, NonLayerTrace, ReferenceModel
+from modelmill.accept.reference import ExtraModuleTrace, LayerTrace, ModuleIO, ReferenceModel
 from modelmill.accept.reference_trace import (
+    ReferenceLayerStepper,
     ReferenceSequence,
-    ReferenceTrace,
     cast_like,
     concat_reference_outputs,
     lookup_reference_value,
@@ -103,7 +103,7 @@ class ModuleCheck:
         self.depth = max(spec.critical_path_length for spec in self.specs) - 1
         self.findings: list[ToleranceCheckResult] = []
         self._streams: list[torch.Tensor] = []
-        self._outside: NonLayerTrace = {}
+        self._outside: ExtraModuleTrace = {}
         self._extreme_inputs: ExtremeInputRunner | None = None
         self.routings: dict[int, list[torch.Tensor]] = {}
         self._router_logits: dict[int, torch.Tensor] = {}
@@ -123,8 +123,10 @@ class ModuleCheck:
             ReferenceSequence.from_ids(self.reference, ids, length)
             for ids, length in self.other_sequences
         ]
-        state = ReferenceTrace(own, own.embed(torch.tensor(self.ids)), self.head_rows, others)
-        self._outside = own.non_layer_trace()
+        state = ReferenceLayerStepper(
+            own, own.embed(torch.tensor(self.ids)), self.head_rows, others
+        )
+        self._outside = own.extra_module_trace()
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
@@ -266,7 +268,7 @@ class ModuleCheck:
             )
 
     def _substitute_reference_inputs(
-        self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...]
+        self, reference_trace: ReferenceLayerStepper, name: str, args: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
         """Return a module's arguments with the reference's inputs; None leaves them unchanged."""
         layer, part = split_layer_path(name)
@@ -388,7 +390,7 @@ class ModuleCheck:
         return None if layer is None else self.specs[layer].modules_by_path.get(part)
 
     def _reference_branch_and_residual(
-        self, reference_trace: ReferenceTrace, layer: int
+        self, reference_trace: ReferenceLayerStepper, layer: int
     ) -> list[torch.Tensor] | None:
         """Return the reference's (branch, residual) of the layer that it has entered last."""
         trace = reference_trace.layer_trace
@@ -402,7 +404,7 @@ class ModuleCheck:
         return [value for value in values if value is not None]
 
     def _compare_module_output(
-        self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...], output: Any
+        self, reference_trace: ReferenceLayerStepper, name: str, args: tuple[Any, ...], output: Any
     ) -> None:
         """Compare a module's output with the reference."""
         layer, part = split_layer_path(name)
@@ -455,7 +457,11 @@ class ModuleCheck:
         large that the rounding of the inputs is (accept/attention_inputs.py).
         """
         found = self._compare(name, layer, module.path, module.arithmetic, output, attention.output)
-        read = None if found.is_within_bound else self._read_right_inputs(name, args, attention)
+        read = (
+            None
+            if found.is_within_bound
+            else self._attention_inputs_if_within_bound(name, args, attention)
+        )
         if read is not None:
             assert attention.function is not None, "the reference keeps the function of attention"
             with torch.no_grad():
@@ -464,7 +470,7 @@ class ModuleCheck:
             found = self._compare(name, layer, module.path, module.arithmetic, output, expected)
         self.findings.append(found)
 
-    def _read_right_inputs(
+    def _attention_inputs_if_within_bound(
         self, name: str, args: tuple[Any, ...], attention: ModuleIO
     ) -> list[torch.Tensor] | None:
         """Return the queries, keys and values that an attention read.
@@ -475,7 +481,7 @@ class ModuleCheck:
         read = gather_attention_inputs(attention, core.cache_index, args[0], args[-1])
         if read is None:
             return None
-        checked = zip(read, attention.inputs, INPUT_ARITHMETIC[: len(read)], strict=True)
+        checked = zip(read, attention.inputs, ATTENTION_INPUT_BOUND_KEYS[: len(read)], strict=True)
         right = all(
             self._compare(name, None, name, arithmetic, ours, expected).is_within_bound
             for ours, expected, arithmetic in checked
@@ -483,7 +489,7 @@ class ModuleCheck:
         return read if right else None
 
     def _compare_non_layer_module(
-        self, reference_trace: ReferenceTrace, name: str, output: Any
+        self, reference_trace: ReferenceLayerStepper, name: str, output: Any
     ) -> None:
         """Compare the embedding, the final norm with the last layer's output, and the logits."""
         if name == "embed":

@@ -18,7 +18,7 @@ from modelmill.accept.reference import LayerTrace, ReferenceModel, open_referenc
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.nn.linear import Linear
 
-MAX_REL_L2 = 2e-5
+MAX_CPU_GPU_REL_L2 = 2e-5
 """Largest rel_l2 between GPU and CPU, of each module's output: 3e-6 in float32, 3e-4 with TF32."""
 GPU_HEADROOM_BYTES = 3 << 30  # bytes: float64 copies, logits, allocator overhead
 GPU_BYTES_PER_LAYER_WEIGHT = (
@@ -62,8 +62,8 @@ def place_reference(
             "free",
         )
     there = open_reference(checkpoint, device=engine_core.device)
-    off = max_device_disagreement(here, there, ids)
-    if not off <= MAX_REL_L2:
+    off = max_first_layer_device_rel_l2(here, there, ids)
+    if not off <= MAX_CPU_GPU_REL_L2:
         return PlacedReference(
             here, f"float32 on the CPU: the GPU's float32 is off by {off:.1g} (is TF32 forced?)"
         )
@@ -74,7 +74,7 @@ def place_reference(
     return PlacedReference(there, description, str(engine_core.device))
 
 
-def max_device_disagreement(
+def max_first_layer_device_rel_l2(
     one: ReferenceModel, other: ReferenceModel, ids: Sequence[int]
 ) -> float:
     """Return the largest rel_l2 between two devices' outputs of the first layer's modules."""

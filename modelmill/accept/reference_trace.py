@@ -44,7 +44,7 @@ class ReferenceSequence:
         return trace
 
 
-class ReferenceTrace:
+class ReferenceLayerStepper:
     """Runs the reference layer by layer as the engine's forward reaches it.
 
     One layer's weights and trace are in memory.

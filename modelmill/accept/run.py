@@ -34,7 +34,7 @@ from modelmill.accept.static_range_check import static_range_report
 from modelmill.accept.step_embeddings_check import StepEmbeddingsCheck
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.unused_tensors import (
-    add_unused_tensors_to_report,
+    apply_unused_tensor_verdict,
     explain_unused_language_tensors,
 )
 from modelmill.accept.vision_stage_check import (
@@ -59,7 +59,7 @@ NUM_SEQUENCES = 3
 SEQUENCE_LENGTH = 96
 
 
-def accept_staged_engine(
+def run_engine_acceptance(
     staged: Path, checkpoint: Checkpoint, *, on_progress: Progress | None = None
 ) -> dict[str, Any]:
     """Check a staged engine.
@@ -69,9 +69,9 @@ def accept_staged_engine(
     """
     artifact = open_artifact(staged, staged=True)
     if artifact.manifest.engine_type == "segmentation":
-        from modelmill.accept.segmentation import accept_segmentation_engine
+        from modelmill.accept.segmentation import run_segmentation_acceptance
 
-        return accept_segmentation_engine(staged, checkpoint, on_progress=on_progress)
+        return run_segmentation_acceptance(staged, checkpoint, on_progress=on_progress)
     config = RunConfig(
         device=artifact.manifest.build["target"] if torch.cuda.is_available() else "cpu",
         max_num_seqs=8,
@@ -174,7 +174,7 @@ def _compare_with_reference(
     rounding = None
     split = list(zip(sequences, starts, strict=True))
     if rounded:
-        quantized = engine_core.opened_artifact.read_quantization_facts_by_layer()
+        quantized = engine_core.opened_artifact.read_quant_reports_and_scales_by_layer()
         rounding = QuantizedLayersCheck(
             checkpoint_reference, model, weight_formats, dtype, split,
             uses_engine_weights=uses_engine_weights,
@@ -213,7 +213,7 @@ def _compare_with_reference(
         report["quantization_errors"] = rounding.quantization_errors
     report |= static_range_report(module_check.static_ranges, report["quantization_errors"])
     on_stage("done", 1)
-    return add_unused_tensors_to_report(
+    return apply_unused_tensor_verdict(
         report, explain_unused_language_tensors(checkpoint_reference)
     )
 
@@ -262,7 +262,7 @@ def _check_whole_sequences(
 
 def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:
     """Return a calibrated recipe's facts of each matrix: errors, bits, outlier channels."""
-    facts_by_layer = engine_core.opened_artifact.read_quantization_facts_by_layer()
+    facts_by_layer = engine_core.opened_artifact.read_quant_reports_and_scales_by_layer()
     return [
         {"layer": layer, "module": module, **fact}
         for layer, (facts, _) in sorted(facts_by_layer.items())
@@ -274,7 +274,7 @@ def _make_engine_report(
     engine_core: EngineCore, findings: list[ToleranceCheckResult], sequence_report: dict[str, Any]
 ) -> dict[str, Any]:
     bad = [f for f in findings if not f.is_within_bound]
-    first = _first_failure(bad)
+    first = _failure_for_verdict(bad)
     if first is not None:
         outside = "the rotation" if first.module.startswith(ROTARY) else "the embedding or head"
         where = outside if first.layer is None else f"layer {first.layer}"
@@ -305,7 +305,7 @@ def _make_engine_report(
     )
 
 
-def _first_failure(failures: list[ToleranceCheckResult]) -> ToleranceCheckResult | None:
+def _failure_for_verdict(failures: list[ToleranceCheckResult]) -> ToleranceCheckResult | None:
     """Return the finding to name in the verdict.
 
     A faulty module is preferred to a faulty layer; then the earliest.

@@ -25,7 +25,7 @@ from modelmill.accept.reference.sam import SamReference, check_is_sam
 from modelmill.accept.reference.sam_decoder import SamDecoderReference
 from modelmill.accept.reference.vision_reference import ReferenceStage
 from modelmill.accept.tolerances_segmentation import image_embedding_bound, mask_logits_bound
-from modelmill.accept.unused_tensors import add_unused_tensors_to_report, explain_unused_sam_tensors
+from modelmill.accept.unused_tensors import apply_unused_tensor_verdict, explain_unused_sam_tensors
 from modelmill.accept.vision_stage_check import (
     ACCEPTED_VERDICT,
     VisionStageCheck,
@@ -47,7 +47,7 @@ MASK_IOU_TOLERANCE = 1e-3  # a mask of few pixels differs by one
 MIN_CONFIDENT_PIXEL_AGREEMENT = 0.999
 
 
-def accept_segmentation_engine(
+def run_segmentation_acceptance(
     staged: Path, checkpoint: Checkpoint, *, on_progress: Progress | None = None
 ) -> dict[str, Any]:
     """Check a staged engine on its target device if that exists here; return the report."""
@@ -128,7 +128,7 @@ def compare_segmentation_engine(
         sam_model, build["dtype"], engine_matrices.weight_formats, picture, prompts, expected
     )
     on_stage(4)
-    return add_unused_tensors_to_report(
+    return apply_unused_tensor_verdict(
         _make_segmentation_report(artifact, stage_check, whole),
         explain_unused_sam_tensors(checkpoint_reference, reference),
     )
@@ -242,7 +242,7 @@ def _make_segmentation_report(
     artifact: Artifact, stage_check: VisionStageCheck, whole_model_report: dict[str, Any]
 ) -> dict[str, Any]:
     manifest = artifact.manifest
-    first = stage_check.first_failure(lambda f: f.name.endswith(".eps"))
+    first = stage_check.failure_for_verdict(lambda f: f.name.endswith(".eps"))
     if first is not None:
         where = (
             first.name.split(".")[0].replace("_", " ")

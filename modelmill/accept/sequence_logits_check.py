@@ -115,7 +115,7 @@ def check_sequence_logits(
     if rounding is not None:
         noisy = _reference_logits(reference, rounding.noisy_streams, rows)
         groups = _checked_row_groups(rows, prompt_lengths)
-        broken |= _outlier_flag_by_row_group(actual, right, noisy, groups)
+        broken |= _row_group_violation_by_message(actual, right, noisy, groups)
     exact = (
         right if checkpoint_reference is None else _reference_logits(*checkpoint_reference, rows)
     )
@@ -152,7 +152,7 @@ def _checked_row_groups(rows: list[list[int]], prompt_lengths: list[int]) -> dic
     return groups
 
 
-def _outlier_flag_by_row_group(
+def _row_group_violation_by_message(
     actual: Tensor, right: Tensor, noisy: Tensor, groups: Mapping[str, list[int]]
 ) -> dict[str, bool]:
     """Return whether the errors of a group of rows stand out, beside what noise does to its rows.

@@ -51,7 +51,7 @@ class StepEmbeddingsCheck:
             self._pairs.append((ours, torch.stack(rows).cpu()))
             if self._has_positions:
                 self._has_positions = False  # once
-                self._embed_at_last_positions(module, *args)
+                self._record_last_position_embeddings(module, *args)
 
         handle = scorer.runner.model.get_submodule(EMBED_MODULE).register_forward_hook(record)
         try:
@@ -59,7 +59,7 @@ class StepEmbeddingsCheck:
         finally:
             handle.remove()
 
-    def _embed_at_last_positions(self, module: nn.Module, ids: Tensor, step: Any) -> None:
+    def _record_last_position_embeddings(self, module: nn.Module, ids: Tensor, step: Any) -> None:
         """Embed the step's tokens as the last ones of the longest sequence."""
         count = min(len(ids), self._longest)
         last = torch.arange(self._longest - count, self._longest, device=ids.device)

@@ -15,7 +15,7 @@ import torch
 from modelmill.core.errors import CapacityError
 from modelmill.core.types import Request, SamplingParams
 from modelmill.nn.forward_hooks import PreHook
-from modelmill.runtime.batch import LogitRows
+from modelmill.runtime.batch import LogitRowSpec
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.scheduler import Schedule
 from modelmill.runtime.sequence import Sequence
@@ -231,7 +231,7 @@ class TeacherForcedScorer:
         for seq, count in work:
             self.scheduler.extend_pages(seq, count)
         batch = self.runner.packer.pack(
-            Schedule(work).work, LogitRows(picked or [0], [-1] * max(len(picked), 1))
+            Schedule(work).work, LogitRowSpec(picked or [0], [-1] * max(len(picked), 1))
         )
         logits = self.runner.forward_all_ranks(batch)
         for seq, count in work:

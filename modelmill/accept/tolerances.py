@@ -146,7 +146,7 @@ class ErrorBound:
         upper side stays.
         """
         limit = self._limit_with_std(metrics.gain_std)
-        shrunk = metrics.gain < 1 and self._outputs_keep_their_size(metrics)
+        shrunk = metrics.gain < 1 and self._output_gain_shows_no_shrinkage(metrics)
         return limit + metrics.rel_l2 if shrunk else limit
 
     def _errors_and_limits(self, metrics: ErrorMetrics) -> dict[str, tuple[float, float]]:
@@ -170,7 +170,7 @@ class ErrorBound:
         """
         return max(self.gain, self.gain / 3 + MAX_GAIN_DEVIATION_SIGMAS * std)
 
-    def _outputs_keep_their_size(self, metrics: ErrorMetrics) -> bool:
+    def _output_gain_shows_no_shrinkage(self, metrics: ErrorMetrics) -> bool:
         """Return whether the outputs say that a matrix is not too small.
 
         They do within half of the bound, if chance is no more. The largest honest gain of outputs

@@ -25,7 +25,7 @@ ALLCLOSE_TOLERANCES: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-7}
 
 bfloat16 keeps 3 digits, float16 steps of 6e-8.
 """
-MAX_MASK_SCORE = -1e3  # a score that masks a key: −1e4 in the originals
+MAX_MASKED_ATTENTION_BIAS = -1e3  # a score that masks a key: −1e4 in the originals
 MAX_NAMES_SHOWN = 3
 
 ValueCheck = Callable[[Tensor], bool]
@@ -45,7 +45,7 @@ def explain_unused_language_tensors(reference: ReferenceModel) -> list[dict[str,
         ),
         r"(.*\.)?attn\.masked_bias": (
             "a mask's score, computed",
-            lambda t: t.numel() == 1 and float(t) <= MAX_MASK_SCORE,
+            lambda t: t.numel() == 1 and float(t) <= MAX_MASKED_ATTENTION_BIAS,
         ),
         r"(.*\.)?attn\.bias": ("a causal mask, computed", _is_causal_mask),
         r"(.*\.)?logn_tensor": ("logn factors, computed", lambda t: _is_logn_table(reference, t)),
@@ -133,7 +133,7 @@ def explain_unused_sam_tensors(
     return _summarize_unused_tensors(unread, reference.source.container.get, patterns)
 
 
-def add_unused_tensors_to_report(
+def apply_unused_tensor_verdict(
     report: dict[str, Any], rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Add the dropped tensors to the report; refuse the engine if one may matter."""

@@ -22,7 +22,7 @@ from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
 from modelmill.accept.tolerance_check_result import ToleranceCheckResult
 from modelmill.accept.tolerances_segmentation import image_embedding_bound
 from modelmill.accept.unused_tensors import (
-    add_unused_tensors_to_report,
+    apply_unused_tensor_verdict,
     explain_unused_vision_tensors,
 )
 from modelmill.accept.vision_stage_check import (
@@ -81,7 +81,7 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     encode_images: Callable[..., torch.Tensor] = engine_core.model.encode_images  # type: ignore[assignment]
     whole = compare_tensors("embeddings", encode_images(batch, engine_core.ops)[0], expected)
     bound = image_embedding_bound(dtype, engine_matrices.weight_formats.values())
-    first = stage_check.first_failure(stage_check.contains_compared_modules)
+    first = stage_check.failure_for_verdict(stage_check.contains_compared_modules)
     verdict, reason = _make_vision_verdict(first, whole.rel_l2, bound)
     return {
         "ok": verdict == ACCEPTED_VERDICT,
@@ -135,7 +135,7 @@ def merge_vision_language_reports(
     }
     if not vision_report["ok"]:
         merged |= {key: vision_report[key] for key in ("verdict", "reason", "layer", "module")}
-    return add_unused_tensors_to_report(
+    return apply_unused_tensor_verdict(
         merged | {"accepted": vision_report["ok"] and language_report["accepted"]},
         vision_report["unused_tensors"],
     )

@@ -86,7 +86,7 @@ class VisionStageCheck:
             names = ", ".join(f"{path} as {name}" for path, name in sorted(wrong))
             raise ValueError(f"the reference and the layers' specs differ in {names}")
 
-    def first_failure(
+    def failure_for_verdict(
         self, comes_last: Callable[[ToleranceCheckResult], bool]
     ) -> ToleranceCheckResult | None:
         """Return the finding to name in the verdict: the first failure, or the eps of its norm.

@@ -20,7 +20,7 @@ from modelmill.core.quoting import quote
 MANIFEST_SCHEMA_VERSION = 1
 PACKING_VERSION = "rows/2"
 MANIFEST_FILE = "manifest.json"
-WEIGHTS_PREFIX = "weights/"  # of the weight files' names
+WEIGHT_FILE_PREFIX = "weights/"  # of the weight files' names
 MAX_MODEL_LEN = 1 << 24
 # engine types, and the command that uses each
 USAGE_BY_ENGINE_TYPE = {
@@ -67,7 +67,7 @@ class Manifest:
         return sum(
             int(entry["bytes"])
             for name, entry in self.files.items()
-            if name.startswith(WEIGHTS_PREFIX)
+            if name.startswith(WEIGHT_FILE_PREFIX)
         )
 
     def to_json(self) -> str:

@@ -96,7 +96,7 @@ class Artifact:
             raise CorruptArtifact(f"{path} is damaged; rebuild the engine")
         return report
 
-    def read_quantization_facts_by_layer(self) -> dict[int, tuple[dict[str, Any], Scales]]:
+    def read_quant_reports_and_scales_by_layer(self) -> dict[int, tuple[dict[str, Any], Scales]]:
         """Return (facts, scales) of each layer that a calibrated recipe changed.
 
         Raises:
@@ -194,7 +194,7 @@ class EngineStaging:
                 "another -o"
             )
         try:
-            check_build_target(self.target)
+            build_target_has_engine(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = (self.target.parent / f".{self.target.name}.lock").open("w")
         except OSError as error:
@@ -255,7 +255,7 @@ class EngineStaging:
         self.finished_files[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
         self._write_journal()
 
-    def write_quantization_facts(
+    def write_quant_report_and_scales(
         self, layer: int, facts: Mapping[str, Any], scales: Mapping[str, torch.Tensor]
     ) -> None:
         """Write the facts of a layer's quantization; see ``QUANTIZATION_FACTS_FOLDER``."""
@@ -270,7 +270,7 @@ class EngineStaging:
         """Write a file outside the hashes."""
         _write_atomically(self.path / name, data)
 
-    def seal_with_manifest(self, manifest: Manifest) -> None:
+    def prune_unlisted_and_write_manifest(self, manifest: Manifest) -> None:
         """Write the manifest; now the staged folder can be opened (``staged=True``) and checked."""
         for name in [str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()]:
             if name not in manifest.files and name not in (_JOURNAL_FILE, MANIFEST_FILE):
@@ -330,7 +330,7 @@ class EngineStaging:
         )
 
 
-def check_build_target(target: Path) -> bool:
+def build_target_has_engine(target: Path) -> bool:
     """Check that the target of a build is free or an engine.
 
     Raises:

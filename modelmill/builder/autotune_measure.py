@@ -42,7 +42,7 @@ MIN_WEIGHT_BYTES = (
     64 << 20
 )  # a smaller model fits in the L2 cache, and its steps are bound by launches
 # layers to create at least, so that weights come from memory and the head's share is realistic
-MIN_LAYER_BYTES = 3 << 30
+MIN_TUNING_MODEL_LAYER_BYTES = 3 << 30
 TIME_LIMIT_S = 25.0
 CONTEXT_LENGTH, MAX_CONTEXT_LENGTH = 128, 4096
 TIMING_ROUNDS, QUEUED_REPLAYS = 9, 4
@@ -149,7 +149,7 @@ def _build_truncated_model(plan: BuildPlan) -> nn.Module:
     """Build the first layers of the model with random weights on the GPU."""
     layers = plan.model_config.layers
     each = sum(p.nbytes for p in plan.tensors if p.module.startswith("layers.")) // layers
-    count = max(2, min(layers, -(-MIN_LAYER_BYTES // max(each, 1))))
+    count = max(2, min(layers, -(-MIN_TUNING_MODEL_LAYER_BYTES // max(each, 1))))
     model = plan.family.Model(replace(plan.model_config, layers=min(count, layers)))
     return fill_random_weights(model, plan.weight_formats, plan.dtype, "cuda")
 

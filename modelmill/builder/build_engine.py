@@ -43,7 +43,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 AcceptFunction = Callable[[Path, BuildPlan], dict[str, Any]]
 TuneFunction = Callable[[BuildPlan], AutotuneRecord | None]
-GPU_BYTES_PER_WEIGHT = 32
+GPU_ROUNDING_BYTES_PER_WEIGHT = 32
 """Bytes per weight needed to round it: input, float32, expanded scales and offsets, quotient."""
 
 
@@ -91,7 +91,9 @@ def build(
             staging.write_hashed_file(f"{TOKENIZER_FOLDER}/{name}", data)
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # free the memory of rounding for the engine
-        staging.seal_with_manifest(_make_manifest(plan, staging, fingerprint.result(on_progress)))
+        staging.prune_unlisted_and_write_manifest(
+            _make_manifest(plan, staging, fingerprint.result(on_progress))
+        )
         tuning = (
             tune(plan) if tune is not None and plan.engine_type == LANGUAGE_ENGINE_TYPE else None
         )
@@ -209,7 +211,7 @@ def _quantization_device(plan: BuildPlan, num_weights: int) -> str:
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return (
         "cuda"
-        if GPU_BYTES_PER_WEIGHT * num_weights < torch.cuda.mem_get_info()[0] + kept
+        if GPU_ROUNDING_BYTES_PER_WEIGHT * num_weights < torch.cuda.mem_get_info()[0] + kept
         else "cpu"
     )
 

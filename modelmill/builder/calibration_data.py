@@ -158,9 +158,11 @@ def embed_sample_images(
     ]
     if not pictures:
         return [{} for _ in samples]
-    from modelmill.builder.multimodal_calibration import encode_images_by_block
+    from modelmill.builder.multimodal_calibration import encode_images_releasing_embedder
 
-    embeddings = iter(encode_images_by_block(model, torch.stack(pictures), load_submodules, ops))
+    embeddings = iter(
+        encode_images_releasing_embedder(model, torch.stack(pictures), load_submodules, ops)
+    )
     return [{position: next(embeddings) for position in sample.images} for sample in samples]
 
 

@@ -19,7 +19,11 @@ from modelmill.checkpoint import bitnet_format
 from modelmill.checkpoint.awq_format import AwqScheme
 from modelmill.checkpoint.compressed_tensors import CompressedTensorsScheme
 from modelmill.checkpoint.container import Container, TensorInfo
-from modelmill.checkpoint.fp8_format import STORED_DTYPE_NAME, Fp8Container, read_settings
+from modelmill.checkpoint.fp8_format import (
+    STORED_DTYPE_NAME,
+    DequantizingFp8Container,
+    read_settings,
+)
 from modelmill.checkpoint.gpt_oss_experts import MODEL_TYPE, expert_layouts_from_config
 from modelmill.checkpoint.gptq_format import GptqScheme
 from modelmill.checkpoint.legacy_model_types import with_current_model_type
@@ -147,7 +151,7 @@ def container_from_quant_config(
     kept = settings.get("modules_to_not_convert") or [] if isinstance(settings, Mapping) else []
     packed = [name for name in matrices if not any(str(each) in name for each in kept)]
     if fp8 is not None:
-        return Fp8Container(
+        return DequantizingFp8Container(
             ConfigOnlyContainer(infos | fp8_tensor_infos(infos, packed, fp8.block), file), fp8
         )
     if bitnet_format.read_settings(settings, file) is not None:

@@ -12,7 +12,7 @@ from modelmill.core.kv_page_counts import (
     max_fitting_length,
     max_pages_between_steps,
 )
-from modelmill.nn.kv import KVShape
+from modelmill.nn.kv import ModelKVCacheSpec
 
 MAX_STEP_TOKENS = 8192
 """Most tokens of a step that the plan reckons with."""
@@ -25,7 +25,7 @@ class KVCapacityEstimator:
         token_bytes: Bytes of a token in all page groups.
     """
 
-    def __init__(self, shape: KVShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelKVCacheSpec, dtype: torch.dtype) -> None:
         """Make it.
 
         Args:

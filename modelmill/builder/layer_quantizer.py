@@ -104,7 +104,7 @@ class LayerQuantizer:
                 dtype=self.plan.dtype,
                 layer_name=f"layers.{layer}",
             )
-        self.staging.write_quantization_facts(layer, facts, scales)
+        self.staging.write_quant_report_and_scales(layer, facts, scales)
         for planned in planned_tensors:
             for name, tensor in self._tensors_to_store(planned).items():
                 planned.check_no_overflow(tensor)

@@ -18,7 +18,7 @@ import torch
 
 from modelmill.builder.kv_capacity import MAX_STEP_TOKENS, KVCapacityEstimator
 from modelmill.builder.rank_memory import (
-    RankMemory,
+    RankShardSummary,
     WeightFormatAndShape,
     largest_rank_memory,
     matrix_formats_and_shapes,
@@ -32,7 +32,7 @@ from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import UsageError
 from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE
 from modelmill.nn.decoder import DecoderConfig
-from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
+from modelmill.nn.kv import QUANTIZED_KV_DTYPES, ModelKVCacheSpec, kv_cache_dtype
 from modelmill.nn.latent_attention import KV_UP_PROJECTION
 from modelmill.ops import registry
 from modelmill.quant.calibration_state import BATCH_TOKENS, EMBEDDING_MODULES
@@ -70,7 +70,7 @@ CONV_ENCODER_CHECK_BUFFERS = 4.5
 """Number of float32 buffers, each the size of the widest layer of one image, held while an engine
 with a convolutional encoder is checked.
 """
-ENCODER_SCORE_MATRICES = 7
+VIT_REFERENCE_SCORE_MATRICES = 7
 """Float32 scores of one head over a whole image that the reference of a ViT holds at once."""
 GPU_MEMORY_UTILIZATION = 0.9
 """Share of a device's memory that an engine uses."""
@@ -85,33 +85,33 @@ class BuildMemory:
     """Bytes at the peak of a build.
 
     Attributes:
-        process_bytes: resident before the build, with later imports.
+        projected_process_bytes: resident before the build, with later imports.
         mapped_bytes: pages of the checkpoint and of the engine.
         write_buffer_bytes: allocated by this stage; 0 for a stage that is skipped.
         calibration_bytes: likewise.
         acceptance_bytes: likewise.
     """
 
-    process_bytes: int
+    projected_process_bytes: int
     mapped_bytes: int
     write_buffer_bytes: int
     calibration_bytes: int
     acceptance_bytes: int
 
     @property
-    def allocated_bytes(self) -> int:
+    def peak_buffer_bytes(self) -> int:
         """Return the bytes that must be free when the build starts."""
         return max(self.write_buffer_bytes, self.calibration_bytes, self.acceptance_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Return the largest resident size."""
-        return self.process_bytes + self.mapped_bytes + self.allocated_bytes
+        return self.projected_process_bytes + self.mapped_bytes + self.peak_buffer_bytes
 
     def without_acceptance(self) -> BuildMemory:
         """Return the memory of the same build with --no-check."""
         return BuildMemory(
-            self.process_bytes,
+            self.projected_process_bytes,
             self.mapped_bytes,
             self.write_buffer_bytes,
             self.calibration_bytes,
@@ -130,12 +130,12 @@ class BuildMemory:
         """
         needed = self if with_acceptance else self.without_acceptance()
         free = memory_limits.read_memory_info().free
-        if needed.allocated_bytes <= free:
+        if needed.peak_buffer_bytes <= free:
             return
-        less = self.without_acceptance().allocated_bytes
+        less = self.without_acceptance().peak_buffer_bytes
         way = f"; --no-check needs {format_bytes(less)}" if with_acceptance and less <= free else ""
         raise UsageError(
-            f"the build of {checkpoint_name} needs {format_bytes(needed.allocated_bytes)} of "
+            f"the build of {checkpoint_name} needs {format_bytes(needed.peak_buffer_bytes)} of "
             "memory "
             f"and {format_bytes(free)} are free: "
             f"give it more memory, or build on a larger machine{way}"
@@ -145,7 +145,7 @@ class BuildMemory:
 def estimate_build_memory(plan: BuildPlan) -> BuildMemory:
     """Return the memory of the build itself, including acceptance."""
     shared = (
-        process_bytes(),
+        projected_process_bytes(),
         mapped_bytes(plan.checkpoint, plan.tensors),
     )
     writing = write_buffer_bytes(plan.checkpoint, plan.tensors)
@@ -226,7 +226,7 @@ def _build_memory_report(plan: BuildPlan) -> dict[str, Any]:
 
 
 def _runtime_memory_report(
-    plan: BuildPlan, memory: RankMemory, device: tuple[int, int], ranks: int = 1
+    plan: BuildPlan, memory: RankShardSummary, device: tuple[int, int], ranks: int = 1
 ) -> dict[str, Any]:
     """Return the memory at run time of a rank.
 
@@ -312,7 +312,7 @@ def _mla_up_projection_copy_bytes(plan: BuildPlan, ranks: int) -> int:
     return -(-total // ranks)
 
 
-def _describe_capacity(plan: BuildPlan, kv: KVShape, full: int, tokens: int) -> str:
+def _describe_capacity(plan: BuildPlan, kv: ModelKVCacheSpec, full: int, tokens: int) -> str:
     """Say how many sequences fit: ``full`` of the longest, or ``tokens`` of one."""
     longest, state = plan.max_model_len, " with its recurrent state" if plan.state else ""
     if full < 1:
@@ -333,7 +333,7 @@ def _recurrent_state_elements_per_token(plan: BuildPlan) -> int:
     return -(-widest // (4 * plan.calibration.max_length))
 
 
-def _kv_shape(plan: BuildPlan) -> KVShape:
+def _kv_shape(plan: BuildPlan) -> ModelKVCacheSpec:
     assert plan.kv is not None, "a language model has a KV cache"
     return plan.kv
 
@@ -351,7 +351,7 @@ def _device_memory_bytes(target: str) -> tuple[int, int]:
     return memory_limits.read_memory_info()
 
 
-def process_bytes() -> int:
+def projected_process_bytes() -> int:
     """Return the resident memory of this process now, with what a build still loads."""
     return int(psutil.Process().memory_info().rss) + LATE_IMPORT_BYTES
 
@@ -491,7 +491,7 @@ def encoder_acceptance_bytes(encoder: Any, workspace_bytes: int, itemsize: int) 
     return int(
         ENCODER_CHECK_BASE_BYTES
         + branches
-        + tokens**2 * (4 * ENCODER_SCORE_MATRICES + 2 * encoder.heads * itemsize)
+        + tokens**2 * (4 * VIT_REFERENCE_SCORE_MATRICES + 2 * encoder.heads * itemsize)
     )
 
 

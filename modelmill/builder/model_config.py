@@ -66,7 +66,7 @@ TRAINING_KEYS = frozenset((
 ))  # fmt: skip
 """Used by training alone."""
 
-RUNTIME_KEYS = frozenset((
+IMPLEMENTATION_CHOICE_KEYS = frozenset((
     "use_cache", "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
     "output_scores", "torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward",
     "attn_implementation", "experts_implementation", "use_flash_attn", "is_decoder",
@@ -224,10 +224,10 @@ def read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any, 
     sizes = family.config_from_hf(view)
     view.mark_unread(checkpoint.unread_config)
     where = checkpoint.path.name if checkpoint.container.endswith("gguf") else "config.json"
-    return sizes, check_unread_keys(view, family, where, sizes)
+    return sizes, reject_or_warn_unread_keys(view, family, where, sizes)
 
 
-def check_unread_keys(
+def reject_or_warn_unread_keys(
     view: ReadTrackingConfig, family: ModuleType, file_name: str, model_config: Any
 ) -> list[str]:
     """Return warnings about a config that ``family`` has read.
@@ -249,7 +249,10 @@ def check_unread_keys(
         **options.SUPPORTED_VALUES,
     }
     harmless = (
-        DESCRIPTION_KEYS | TRAINING_KEYS | RUNTIME_KEYS | frozenset(options.UNUSED_CONFIG_KEYS)
+        DESCRIPTION_KEYS
+        | TRAINING_KEYS
+        | IMPLEMENTATION_CHOICE_KEYS
+        | frozenset(options.UNUSED_CONFIG_KEYS)
     )
     unknown = []
     for key, value in view.unread().items():

@@ -44,7 +44,7 @@ CALIBRATION_QUESTIONS = (
     "What is in the picture?",
     "Where was this taken, and what has happened?",
 )
-BUILTIN_IMAGES_DIGEST = "drawn"  # generated
+BUILTIN_IMAGES_MARKER = "drawn"  # generated
 
 
 def with_images_digest(source: CalibrationSource) -> CalibrationSource:
@@ -54,7 +54,7 @@ def with_images_digest(source: CalibrationSource) -> CalibrationSource:
         UsageError: if an image is missing.
     """
     if source.path is None:
-        return replace(source, image_digest=BUILTIN_IMAGES_DIGEST)
+        return replace(source, image_digest=BUILTIN_IMAGES_MARKER)
     digest, any_shown = hashlib.sha256(), False
     for number, value in read_jsonl_objects(source.path):
         for picture in _images_in_line(value, source.path, number):
@@ -101,7 +101,7 @@ def load_multimodal_samples(
 
 
 @torch.inference_mode()
-def encode_images_by_block(
+def encode_images_releasing_embedder(
     model: Any, images: torch.Tensor, load_submodules: Callable[[str], None], ops: Ops
 ) -> torch.Tensor:
     """Encode images [N, S, S, 3] uint8, with one block of the vision encoder in memory.

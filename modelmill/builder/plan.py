@@ -56,10 +56,10 @@ from modelmill.core.errors import UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, parse_generation_config
 from modelmill.core.model_family import LANGUAGE_ENGINE_TYPE, read_family_options
 from modelmill.core.progress_callback import Progress
-from modelmill.nn.kv import KVShape, kv_cache_dtype
+from modelmill.nn.kv import ModelKVCacheSpec, kv_cache_dtype
 from modelmill.nn.layer_stack import layer_stacks, state_shape
 from modelmill.nn.per_layer_input import per_layer_input_size
-from modelmill.nn.recurrent_state import NO_STATE, StateShape
+from modelmill.nn.recurrent_state import NO_STATE, ModelStateSpec
 from modelmill.nn.whole_model_decode import model_kv_shape
 from modelmill.ops import registry
 from modelmill.quant.keep import KEEP_RECIPE_NAME, dequantization_note, resolve_keep_config
@@ -99,8 +99,8 @@ class BuildPlan:
     auto_result: AutoPrecisionResult | None = None
     auto_source: CalibrationSource | None = None
     warnings: tuple[str, ...] = ()
-    kv: KVShape | None = None
-    state: StateShape = NO_STATE
+    kv: ModelKVCacheSpec | None = None
+    state: ModelStateSpec = NO_STATE
     per_layer_input_size: int = 0
     expert_loop: str | None = None
 
@@ -401,7 +401,7 @@ def _plan_kv_shape(
     ops: registry.Ops,
     length: int,
     tensors: Sequence[PlannedTensor],
-) -> KVShape:
+) -> ModelKVCacheSpec:
     return model_kv_shape(
         model,
         length,

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from modelmill.builder.tensor_plan import PlannedTensor
-from modelmill.nn.kv import KVShape, kv_cache_dtype
+from modelmill.nn.kv import ModelKVCacheSpec, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
-from modelmill.nn.recurrent_state import StateShape
+from modelmill.nn.recurrent_state import ModelStateSpec
 from modelmill.nn.shard_model import shard_model_for_rank
 from modelmill.nn.whole_model_decode import model_kv_shape
 
@@ -26,7 +26,7 @@ WeightFormatAndShape = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class RankShardSummary:
     """What a rank keeps.
 
     Attributes:
@@ -38,14 +38,14 @@ class RankMemory:
 
     weight_bytes: int
     matrices: tuple[WeightFormatAndShape, ...]
-    kv: KVShape
-    state: StateShape
+    kv: ModelKVCacheSpec
+    state: ModelStateSpec
 
 
-def single_rank_memory(plan: BuildPlan) -> RankMemory:
+def single_rank_memory(plan: BuildPlan) -> RankShardSummary:
     """Return what an engine keeps that is not split."""
     assert plan.kv is not None, "a language model has a KV cache"
-    return RankMemory(plan.weight_bytes, matrix_formats_and_shapes(plan), plan.kv, plan.state)
+    return RankShardSummary(plan.weight_bytes, matrix_formats_and_shapes(plan), plan.kv, plan.state)
 
 
 def matrix_formats_and_shapes(plan: BuildPlan) -> tuple[WeightFormatAndShape, ...]:
@@ -55,7 +55,9 @@ def matrix_formats_and_shapes(plan: BuildPlan) -> tuple[WeightFormatAndShape, ..
     )
 
 
-def largest_rank_memory(plan: BuildPlan, ranks: int, expert_parallel: bool = False) -> RankMemory:
+def largest_rank_memory(
+    plan: BuildPlan, ranks: int, expert_parallel: bool = False
+) -> RankShardSummary:
     """Return what that rank keeps which has the most weights.
 
     Args:
@@ -79,7 +81,7 @@ def _rank_memory(
     rank: int,
     ranks: int,
     expert_parallel: bool,
-) -> RankMemory:
+) -> RankShardSummary:
     with torch.device("meta"):
         model = plan.family.Model(plan.model_config)
     shard_model_for_rank(model, rank, ranks, aligned, expert_parallel)
@@ -94,12 +96,12 @@ def _rank_memory(
             assert isinstance(module, Linear)
             total += _shard_matrix_bytes(planned, module.shape)
             matrices.append((planned.weight_format, tuple(module.shape)))
-    return RankMemory(
+    return RankShardSummary(
         total, tuple(matrices), _rank_kv_shape(plan, model, ranks), model_state_shape(model)
     )
 
 
-def _rank_kv_shape(plan: BuildPlan, model: nn.Module, ranks: int) -> KVShape:
+def _rank_kv_shape(plan: BuildPlan, model: nn.Module, ranks: int) -> ModelKVCacheSpec:
     dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     return model_kv_shape(model, plan.max_model_len, None, dtype, ranks)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.quant.vision_encoder import VISION_QUANTIZATIONS
+from modelmill.quant.vision_encoder import SEGMENTATION_RECIPE_CHOICES
 
 
 def check_segmentation_options(config: BuildConfig, path: object) -> None:
@@ -15,7 +15,7 @@ def check_segmentation_options(config: BuildConfig, path: object) -> None:
     Raises:
         UsageError: if an option does not.
     """
-    if config.quantization not in VISION_QUANTIZATIONS:
+    if config.quantization not in SEGMENTATION_RECIPE_CHOICES:
         raise UsageError(
             f"-q {config.quantization}: {path} segments images, and this recipe is for language "
             "models; "

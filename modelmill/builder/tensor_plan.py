@@ -32,7 +32,7 @@ from modelmill.nn.layer_stack import (
     module_weight_file,
 )
 from modelmill.nn.linear import Linear
-from modelmill.quant.keep import KEEP_RECIPE_NAME, PrequantizedWeight, find_prequantized_weight
+from modelmill.quant.keep import KEEP_RECIPE_NAME, PrequantizedWeightPlan, plan_prequantized_weight
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.vision_encoder import W8A8NearestRecipe
 from modelmill.weights.base import PackedTensorSpecs, packed_tensor_specs
@@ -60,7 +60,7 @@ class PlannedTensor:
     weight_format: str | None
     shape: tuple[int, ...]
     stored_info: PackedTensorSpecs
-    prequantized_weight: PrequantizedWeight | None = None
+    prequantized_weight: PrequantizedWeightPlan | None = None
     recipe: Recipe | None = None
     place: ModuleLocation | None = None
     weight_file: str = NON_LAYER_WEIGHT_FILE
@@ -275,7 +275,7 @@ def plan_linear_weight(
         TensorMismatch: if the weight contains integers.
     """
     info = _require_floating_result(checkpoint, rule)
-    kept = find_prequantized_weight(rule, checkpoint) if keep else None
+    kept = plan_prequantized_weight(rule, checkpoint) if keep else None
     if kept is not None:
         weight_format, stored = kept.weight_format, kept.stored_tensor_specs(checkpoint, dtype)
     else:

@@ -17,9 +17,9 @@ from modelmill.checkpoint.container import Container
 from modelmill.checkpoint.quant_layout import (
     QuantizedMatrix,
     QuantLayout,
-    check_group_size,
     checked_packed_matrix_shape,
     group_size_text,
+    parse_group_size,
     unpack_fields,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
@@ -49,7 +49,7 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> AwqScheme:
             f"{path} is an AWQ checkpoint of {quote(bits, 60)} bits, 4 can be read; "
             "take the original and build with -q int4"
         )
-    group = check_group_size(group, f"{path} is an AWQ checkpoint")
+    group = parse_group_size(group, f"{path} is an AWQ checkpoint")
     return AwqScheme(path, group)
 
 

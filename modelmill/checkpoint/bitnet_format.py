@@ -86,7 +86,7 @@ def _read_enum_setting(
     return str(value)
 
 
-class BitNetContainer(ConvertedContainer):
+class DequantizingBitNetContainer(ConvertedContainer):
     """Shows ternary matrices with their scales applied; other tensors are unchanged."""
 
     def __init__(self, raw: Container, settings: BitNetSettings) -> None:

@@ -201,7 +201,7 @@ def convert_blip2_config(
     )
 
 
-def make_chat_format_file(num_query_tokens: int) -> bytes:
+def encode_chat_format_file(num_query_tokens: int) -> bytes:
     """Return the chat format of its questions, as a file of the tokenizer's folder."""
     return (
         json.dumps({"format": BLIP2_TYPE, "tokens": num_query_tokens}, indent=1, sort_keys=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from modelmill.core.chat_format_file import CHAT_FORMAT_FILE as CHAT_FORMAT_FILE
-from modelmill.core.chat_format_file import make_chat_format_file
+from modelmill.core.chat_format_file import encode_chat_format_file
 
 INTERNLM_20B_LAYERS = 60
 
@@ -29,8 +29,10 @@ def add_builtin_chat_format(
     choose = _CHOICES.get(str(config.get("model_type")))
     if choose is None or not files or _has_chat_template(files):
         return dict(files)
-    name = choose(_Configs(config, generation_config, _read_object(files, "tokenizer_config.json")))
-    chosen = {} if name is None else {CHAT_FORMAT_FILE: make_chat_format_file(name)}
+    name = choose(
+        _Configs(config, generation_config, _json_object_or_empty(files, "tokenizer_config.json"))
+    )
+    chosen = {} if name is None else {CHAT_FORMAT_FILE: encode_chat_format_file(name)}
     return {**files, **chosen}
 
 
@@ -38,7 +40,7 @@ def chat_format_remark(files: Mapping[str, bytes]) -> str:
     """Return one line about the built-in chat format that was chosen; "" if none was."""
     if CHAT_FORMAT_FILE not in files:
         return ""
-    name = _read_object(files, CHAT_FORMAT_FILE).get("name")
+    name = _json_object_or_empty(files, CHAT_FORMAT_FILE).get("name")
     return (
         f"{name}: built in for this family, since the checkpoint has no chat template; a base "
         "model was not trained on it"
@@ -52,11 +54,14 @@ def _has_chat_template(files: Mapping[str, bytes]) -> bool:
     keys = ("chat_template", "tokenizer.chat_template")
     names = ("tokenizer_config.json", "chat_template.json", "gguf_vocab.json")
     return any(
-        _read_object(files, name).get(key) for name in names if name in files for key in keys
+        _json_object_or_empty(files, name).get(key)
+        for name in names
+        if name in files
+        for key in keys
     )
 
 
-def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def _json_object_or_empty(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Return a JSON object; {} for other content, which the tokenizer's loader refuses by name."""
     try:
         value = json.loads(files.get(name, b"{}"))

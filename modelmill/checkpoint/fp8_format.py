@@ -25,7 +25,7 @@ SUPPORTED_METHODS = ("fp8", "fbgemm_fp8")
 COMPRESSED_TENSORS_FORMAT = "float-quantized"
 STORED_DTYPE_NAME, FP8_DTYPE_LABEL = "float8_e4m3fn", "scaled e4m3"
 WEIGHT_SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
-ACTIVATION_SUFFIXES = ("input_scale", "activation_scale", "input_scale_ub")
+ACTIVATION_SCALE_SUFFIXES = ("input_scale", "activation_scale", "input_scale_ub")
 UNSUPPORTED_ADVICE = "take the original checkpoint and build it with -q fp8 or int8"
 ScaleBlockShape = tuple[int, int]
 
@@ -104,7 +104,7 @@ def _parse_block_size(value: Any, path: Path) -> ScaleBlockShape | None:
     return sizes[0], sizes[1]
 
 
-class Fp8Container(ConvertedContainer):
+class DequantizingFp8Container(ConvertedContainer):
     """Shows matrices of 8-bit floats with their scales applied; other tensors are unchanged."""
 
     def __init__(self, raw: Container, settings: Fp8Settings) -> None:
@@ -122,7 +122,7 @@ class Fp8Container(ConvertedContainer):
             if name.endswith(".weight") and raw.tensor_info(name).dtype == STORED_DTYPE_NAME:
                 self._scale_names[name] = self._find_scale_name(name, here)
         stems = {name.removesuffix(".weight") for name in self._scale_names}
-        parts = {f"{stem}.{suffix}" for stem in stems for suffix in ACTIVATION_SUFFIXES}
+        parts = {f"{stem}.{suffix}" for stem in stems for suffix in ACTIVATION_SCALE_SUFFIXES}
         hidden = parts.union(self._scale_names.values())
         self._names = [name for name in raw.names() if name not in hidden]
 

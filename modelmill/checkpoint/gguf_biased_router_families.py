@@ -20,14 +20,14 @@ from modelmill.checkpoint.gguf_families import (
     read_rms_config,
 )
 from modelmill.checkpoint.gguf_group_limited_experts import (
-    GROUPED_EXPERT_NAMES,
-    read_grouped_experts,
+    GROUP_LIMITED_MOE_NAMES,
+    read_group_limited_moe_config,
     require_sigmoid_gating,
     require_softmax_gating,
 )
 from modelmill.core.errors import CorruptCheckpoint
 
-DOTS1_NAMES = {**LLAMA_NAMES, **GROUPED_EXPERT_NAMES}
+DOTS1_NAMES = {**LLAMA_NAMES, **GROUP_LIMITED_MOE_NAMES}
 ERNIE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}
 EXAONE_MOE_NAMES = {**DOTS1_NAMES, "blk.exp_probs_b": "mlp.e_score_correction_bias"}
 MINIMAX_NAMES = {
@@ -64,7 +64,7 @@ def _read_dots1_config(keys: ArchitectureKeys) -> dict[str, Any]:
     require_sigmoid_gating(keys)
     return {
         **read_rms_config(keys),
-        **read_grouped_experts(keys),
+        **read_group_limited_moe_config(keys),
         "head_dim": head_dim(keys),
         "sliding_window": None,
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
@@ -91,7 +91,7 @@ def _read_ernie4_5_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
 def _read_exaone_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read K-EXAONE; the layers of multi-token prediction are counted among the blocks."""
     require_sigmoid_gating(keys)
-    experts = read_grouped_experts(keys)
+    experts = read_group_limited_moe_config(keys)
     count, inner = experts.pop("n_routed_experts"), experts["moe_intermediate_size"]
     del experts["n_shared_experts"]
     return {
@@ -143,7 +143,7 @@ def _read_afmoe_config(keys: ArchitectureKeys) -> dict[str, Any]:
 def _read_sarvam_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Sarvam 30B, or Ling 2.0, which rotates a part of each head and else is alike."""
     require_sigmoid_gating(keys)
-    experts = read_grouped_experts(keys)
+    experts = read_group_limited_moe_config(keys)
     _count_shared_experts(keys, experts["moe_intermediate_size"])
     return {
         **read_rms_config(keys, partial=True),

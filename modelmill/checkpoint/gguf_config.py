@@ -31,7 +31,7 @@ SLIDING_WINDOW_KEY, SLIDING_WINDOW_PATTERN_KEY = (
     "attention.sliding_window",
     "attention.sliding_window_pattern",
 )
-DEFAULT_WINDOW_PERIOD = 4
+DEFAULT_FULL_ATTENTION_PERIOD = 4
 """Every fourth layer has full attention, where the file has no pattern."""
 
 SAMPLING_KEYS = {
@@ -97,7 +97,7 @@ def read_config(
         for key, value in keys.view.unread().items()
         if key.startswith(f"{arch}.")
     }
-    _check_sliding_window_rope_base(keys, unread)
+    _consume_sliding_window_rope_base(keys, unread)
     # full attention, as in llama.cpp: a window as long as the context is equal to it
     window, context = f"{arch}.attention.sliding_window", keys.get_positive_int("context_length")
     if isinstance(unread.get(window), int) and not 0 < unread[window] < context:
@@ -105,7 +105,7 @@ def read_config(
     return config, {**ids, **_sampling_defaults(raw)}, unread
 
 
-def _check_sliding_window_rope_base(keys: ArchitectureKeys, unread: dict[str, Any]) -> None:
+def _consume_sliding_window_rope_base(keys: ArchitectureKeys, unread: dict[str, Any]) -> None:
     """Check, and take from the unread keys, the base of layers with a window: that of all layers.
 
     Raises:
@@ -236,7 +236,7 @@ def read_window_layer_types(keys: ArchitectureKeys, layers: int) -> list[str]:
         return ["full_attention"] * layers
     stored = keys.view.get(f"{keys.arch}.{SLIDING_WINDOW_PATTERN_KEY}")
     if stored is None or type(stored) is int:
-        period = keys.get_positive_int(SLIDING_WINDOW_PATTERN_KEY, DEFAULT_WINDOW_PERIOD)
+        period = keys.get_positive_int(SLIDING_WINDOW_PATTERN_KEY, DEFAULT_FULL_ATTENTION_PERIOD)
         windowed = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
         windowed = read_layer_flags(keys, SLIDING_WINDOW_PATTERN_KEY, layers)
@@ -340,7 +340,7 @@ def rope_scaling(keys: ArchitectureKeys, theta: float) -> dict[str, Any] | None:
     raw = keys.raw
     with prefix_errors_with_path(raw):
         if not keys.has_tensor("rope_freqs.weight"):
-            return gguf_rope_scaling.from_metadata(keys.view, keys.arch)
+            return gguf_rope_scaling.linear_or_yarn_rope_scaling(keys.view, keys.arch)
         info = raw.tensor_info("rope_freqs.weight")
         if info.shape != (head_dim(keys) // 2,):
             raise CorruptCheckpoint(

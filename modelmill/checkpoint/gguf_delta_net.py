@@ -142,7 +142,7 @@ def _row_indices_by_part(groups: int, *sizes: int) -> list[list[int]]:
     return [part.flatten().tolist() for part in places]
 
 
-def _slices_grouped_by_key_head(
+def _key_head_ungrouping_slices(
     config: Mapping[str, Any],
 ) -> dict[str, tuple[ReorderedTensorSlice, ...]]:
     """Return the rows of Qwen3-Next's matrices that are by head of keys."""
@@ -169,7 +169,7 @@ def _slices_grouped_by_key_head(
     }
 
 
-def _slices_by_value_head(
+def _value_head_reordering_slices(
     config: Mapping[str, Any],
 ) -> dict[str, tuple[ReorderedTensorSlice, ...]]:
     """Return the rows and columns of Qwen3.5 that are by head of values."""
@@ -199,7 +199,7 @@ _QWEN35 = GgufArchitecture(
     norms_plus_one=True,
     model_type="qwen3_5_text",
     read_config=_read_delta_net_config,
-    parts=_slices_by_value_head,
+    parts=_value_head_reordering_slices,
     draft_prefix="mtp.",
 )
 _QWEN35_MOE = replace(
@@ -212,7 +212,7 @@ DELTA_NET_ARCHITECTURES = {
     "qwen3next": replace(
         _QWEN35_MOE,
         names=QWEN3_NEXT_NAMES,
-        parts=_slices_grouped_by_key_head,
+        parts=_key_head_ungrouping_slices,
         alike_types=("qwen3_next",),
     ),
     "qwen35": _QWEN35,

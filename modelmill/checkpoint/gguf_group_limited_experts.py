@@ -27,7 +27,7 @@ GLM_FLASH_LAYER_COUNTS, GLM_FLASH_VOCAB_SIZE = (47, 48), 154880
 NEXTN_TENSORS = (
     "eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm",
 )  # fmt: skip
-GROUPED_EXPERT_NAMES = {
+GROUP_LIMITED_MOE_NAMES = {
     "blk.ffn_gate_inp": "mlp.gate",
     "blk.exp_probs_b": "mlp.gate.e_score_correction_bias",
     **EXPERT_NAMES,
@@ -40,12 +40,12 @@ GROUPED_EXPERT_NAMES = {
 }
 GLM4_MOE_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_norm"},
-    **GROUPED_EXPERT_NAMES,
+    **GROUP_LIMITED_MOE_NAMES,
     "blk.post_attention_norm": "post_attention_layernorm",
 }
 DEEPSEEK_NAMES = {
     **LLAMA_NAMES,
-    **GROUPED_EXPERT_NAMES,
+    **GROUP_LIMITED_MOE_NAMES,
     "blk.attn_q_a": "self_attn.q_a_proj",
     "blk.attn_q_a_norm": "self_attn.q_a_layernorm",
     "blk.attn_q_b": "self_attn.q_b_proj",
@@ -87,7 +87,7 @@ def _require_gating(keys: ArchitectureKeys, expected: int, scores: str) -> None:
 def _read_glm4_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read GLM-4.5; the layers of multi-token prediction are counted among the blocks."""
     require_sigmoid_gating(keys)
-    experts, inner = read_grouped_experts(keys), "feed_forward_length"
+    experts, inner = read_group_limited_moe_config(keys), "feed_forward_length"
     if inner not in keys and experts["first_k_dense_replace"] == 0:  # an MLP that no layer has
         inner = "expert_feed_forward_length"
     return {
@@ -99,7 +99,7 @@ def _read_glm4_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def read_grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
+def read_group_limited_moe_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the router and the sizes of experts, and the depth without layers that predict.
 
     Raises:
@@ -132,8 +132,8 @@ def _read_deepseek_config(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read DeepSeek-V2, whose experts have softmax, V3, whose experts have sigmoids, or Youtu."""
     attention = _read_latent_attention_config(keys)
     if not keys.is_nonzero("expert_count"):
-        return {"model_type": "youtu", **attention, **_read_dense_model_config(keys)}
-    experts = read_grouped_experts(keys)
+        return {"model_type": "youtu", **attention, **_read_depth_without_experts(keys)}
+    experts = read_group_limited_moe_config(keys)
     if _read_expert_gating_func(keys, experts["num_hidden_layers"]) == SIGMOID_GATING:
         return {"model_type": "deepseek_v3", **attention, **experts}
     method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
@@ -158,7 +158,7 @@ def _read_expert_gating_func(keys: ArchitectureKeys, layers: int) -> int:
     return gating
 
 
-def _read_dense_model_config(keys: ArchitectureKeys) -> dict[str, Any]:
+def _read_depth_without_experts(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the depth; keys of experts are there, too, as llama.cpp requires them."""
     layers, dense = keys.get_positive_int("block_count"), "leading_dense_block_count"
     if keys.get_positive_int(dense, layers) < layers:
@@ -201,7 +201,7 @@ def _read_latent_attention_config(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-GROUPED_EXPERT_ARCHITECTURES = {
+GROUP_LIMITED_MOE_ARCHITECTURES = {
     "deepseek2": GgufArchitecture(
         DEEPSEEK_NAMES,
         read_config=_read_deepseek_config,

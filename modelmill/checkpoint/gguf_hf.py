@@ -37,7 +37,7 @@ from modelmill.checkpoint.gguf_families import (
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_GATE_UP_TENSOR, GEMMA4_ARCHITECTURES
 from modelmill.checkpoint.gguf_granite_swa import GRANITE_SWA_ARCHITECTURES
-from modelmill.checkpoint.gguf_group_limited_experts import GROUPED_EXPERT_ARCHITECTURES
+from modelmill.checkpoint.gguf_group_limited_experts import GROUP_LIMITED_MOE_ARCHITECTURES
 from modelmill.checkpoint.gguf_hunyuan import HUNYUAN_ARCHITECTURES
 from modelmill.checkpoint.gguf_lfm2 import LFM2_ARCHITECTURES
 from modelmill.checkpoint.gguf_mamba import CONVERTER_INVERSES, MAMBA_ARCHITECTURES
@@ -100,7 +100,7 @@ ARCHITECTURES = {
     **GGUF_FAMILY_ARCHITECTURES,
     **DENSE_ARCHITECTURES,
     **ALIBI_ARCHITECTURES,
-    **GROUPED_EXPERT_ARCHITECTURES,
+    **GROUP_LIMITED_MOE_ARCHITECTURES,
     **GEMMA4_ARCHITECTURES,
     **MAMBA_ARCHITECTURES,
     **LFM2_ARCHITECTURES,
@@ -275,7 +275,7 @@ class GgufAsHf:
             shape = (shape[1], shape[0])
             undo, transposed = _transpose, True
         if base == FUSED_GATE_UP_TENSOR and len(shape) == 3:
-            self._add_fused_experts(target, name, shape)
+            self._split_fused_expert_tensor(target, name, shape)
             return
         if "*" in target and len(shape) == 3:
             for expert in range(shape[0]):
@@ -329,7 +329,7 @@ class GgufAsHf:
             entry = _HfTensorSource(name, own, restore, is_kept=in_blocks and restored is None)
             self._add_entry(target.replace(stored, part.name), entry)
 
-    def _add_fused_experts(self, target: str, name: str, shape: tuple[int, ...]) -> None:
+    def _split_fused_expert_tensor(self, target: str, name: str, shape: tuple[int, ...]) -> None:
         """Add each expert's gate and up projections, which are the halves of one matrix."""
         experts, rows, columns = shape
         for expert in range(experts):

@@ -18,7 +18,7 @@ MAX_ROPE_NUMBER = 1e12
 """Above every real factor, base and length; prevents overflows."""
 
 
-def from_metadata(
+def linear_or_yarn_rope_scaling(
     metadata: Mapping[str, Any], arch: str, computed: str = ""
 ) -> dict[str, Any] | None:
     """Return linear or YaRN scaling of a GGUF's keys; None without scaling.
@@ -73,9 +73,9 @@ def rope_scaling_from_yarn_multiplier(
         share: what the stored multiplier is of ``mscale_all_dim``, which ``mscale`` equals.
 
     Raises:
-        CheckpointError: as ``from_metadata``.
+        CheckpointError: as ``linear_or_yarn_rope_scaling``.
     """
-    scaling = from_metadata(metadata, arch, computed=YARN_LOG_MULTIPLIER_KEY)
+    scaling = linear_or_yarn_rope_scaling(metadata, arch, computed=YARN_LOG_MULTIPLIER_KEY)
     multiplier = _positive_float_or_none(metadata, f"{arch}.rope.scaling.{YARN_LOG_MULTIPLIER_KEY}")
     if scaling is None or multiplier is None or scaling["rope_type"] != "yarn":
         return scaling
@@ -121,7 +121,7 @@ def rope_scaling_from_rope_freqs(
     """Return Llama 3's scaling of a GGUF with rope_freqs.weight.
 
     Raises:
-        CheckpointError: as from_metadata and llama3_from_factors.
+        CheckpointError: as linear_or_yarn_rope_scaling and llama3_from_factors.
     """
     _reject_unsupported_keys(metadata, arch)
     return llama3_from_factors(factors, theta, original_context_length(metadata, arch))
@@ -202,7 +202,7 @@ def llama3_from_factors(
     if fitted is not None:
         tried.append(fitted)
     for low, high in tried:
-        made = llama3_factors(len(factors), theta, factor, (low, high, context))
+        made = llama3_frequency_divisors(len(factors), theta, factor, (low, high, context))
         if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(made, factors, strict=True)):
             return {
                 "rope_type": "llama3",
@@ -216,7 +216,7 @@ def llama3_from_factors(
     )
 
 
-def llama3_factors(
+def llama3_frequency_divisors(
     num_frequencies: int, theta: float, factor: float, bands: tuple[float, float, float]
 ) -> list[float]:
     """Return the divisor of each frequency in Llama 3's scaling.

@@ -18,9 +18,9 @@ from modelmill.checkpoint.container import Container
 from modelmill.checkpoint.quant_layout import (
     QuantizedMatrix,
     QuantLayout,
-    check_group_size,
     checked_packed_matrix_shape,
     group_size_text,
+    parse_group_size,
     perm_digest,
     perm_from_group_index,
     read_group_index,
@@ -53,7 +53,7 @@ def parse_scheme(settings: Mapping[str, Any], path: Path) -> GptqScheme:
             f"{path} is a GPTQ checkpoint of {quote(bits, 60)} bits, 4 and 8 can be read; "
             f"{_unsupported_bits_advice(bits)}"
         )
-    group = check_group_size(group, f"{path} is a GPTQ checkpoint")
+    group = parse_group_size(group, f"{path} is a GPTQ checkpoint")
     return GptqScheme(
         path, bits, group, bool(settings.get("sym", True)), 1 if form == "gptq" else 0
     )

@@ -225,7 +225,7 @@ def config_from_parts(
     }
 
 
-def make_chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> bytes:
+def encode_chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> bytes:
     """Return the engine's chat format, as a file of its tokenizer's folder."""
     content = {
         "format": MODEL_TYPE,

@@ -25,14 +25,14 @@ from modelmill.checkpoint.minigpt4_parts import (
     MiniGpt4Container,
     check_minigpt4_settings,
     config_from_parts,
+    encode_chat_format_file,
     find_minigpt4_parts_and_settings,
     is_minigpt4_folder,
-    make_chat_format_file,
 )
-from modelmill.checkpoint.prequantized import QUANT_METHOD_BY_CONFIG_FILE, open_prequantized
+from modelmill.checkpoint.prequantized import QUANT_METHOD_BY_CONFIG_FILE, as_prequantized_container
 from modelmill.checkpoint.pth import INDEX_FILE as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
-from modelmill.checkpoint.pull import is_model_name
+from modelmill.checkpoint.pull import is_pullable_model_name
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.checkpoint.safetensors import INDEX_FILE as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
@@ -190,7 +190,7 @@ def _combine_with_vision(
     config = config_from_parts(language.config, view, settings)
     side = dict(language.side_files)
     if side:
-        side[IMAGE_CHAT_FILE] = make_chat_format_file(
+        side[IMAGE_CHAT_FILE] = encode_chat_format_file(
             settings, config["image_embedder"]["qformer"]["queries"]
         )
     return Checkpoint(
@@ -222,7 +222,7 @@ def _blip2_as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     side = dict(checkpoint.side_files)
     language = replace(checkpoint, config=text, raw_container=words, view=words)
     if side:
-        side[IMAGE_CHAT_FILE] = blip2.make_chat_format_file(
+        side[IMAGE_CHAT_FILE] = blip2.encode_chat_format_file(
             config["image_embedder"]["qformer"]["queries"]
         )
     pictures = replace(checkpoint, config=config, raw_container=view, view=view)
@@ -258,7 +258,7 @@ def _open_path(path: Path) -> Checkpoint:
     if not path.exists():
         hint = (
             f"fetch the model with: modelmill pull {path.as_posix()}, and give the printed path"
-            if is_model_name(path)
+            if is_pullable_model_name(path)
             else "give a checkpoint's folder or file"
         )
         raise CheckpointError(f"{path}: there is no such file or folder; {hint}")
@@ -343,7 +343,7 @@ def _read_config_and_make_checkpoint(
         view = gpt_oss_experts.GptOssExpertContainer(weights)
     elif quantization := config.get("quantization_config"):
         transposed = config.get("model_type") == "gpt2"
-        view = open_prequantized(weights, quantization, path, transposed=transposed)
+        view = as_prequantized_container(weights, quantization, path, transposed=transposed)
     return Checkpoint(
         path=path,
         container=container,

@@ -15,7 +15,11 @@ import torch
 
 from modelmill.checkpoint import awq_format, bitnet_format, compressed_tensors, gptq_format
 from modelmill.checkpoint.container import Container, ConvertedContainer, TensorInfo
-from modelmill.checkpoint.fp8_format import SUPPORTED_METHODS, Fp8Container, read_settings
+from modelmill.checkpoint.fp8_format import (
+    SUPPORTED_METHODS,
+    DequantizingFp8Container,
+    read_settings,
+)
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError
 
@@ -50,7 +54,7 @@ class QuantScheme(Protocol):
         """Return its values; raises CorruptCheckpoint if they contradict the layout."""
 
 
-def open_prequantized(
+def as_prequantized_container(
     raw: Container, settings: Any, path: Path, *, transposed: bool = False
 ) -> Container:
     """Return the view of a quantized checkpoint that has the weights' names.
@@ -60,10 +64,10 @@ def open_prequantized(
     """
     fp8 = read_settings(settings, path)
     if fp8 is not None:
-        return Fp8Container(raw, fp8)
+        return DequantizingFp8Container(raw, fp8)
     ternary = bitnet_format.read_settings(settings, path)
     if ternary is not None:
-        return bitnet_format.BitNetContainer(raw, ternary)
+        return bitnet_format.DequantizingBitNetContainer(raw, ternary)
     return PrequantizedContainer(raw, find_scheme(settings, path), transposed=transposed)
 
 

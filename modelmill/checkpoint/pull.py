@@ -92,7 +92,7 @@ def pull(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
     return path
 
 
-def is_model_name(path: Path) -> bool:
+def is_pullable_model_name(path: Path) -> bool:
     """Whether a path that does not exist is a name that ``pull`` knows or could find on the hub.
 
     A path below a folder that exists is a mistyped path and no name.

@@ -143,7 +143,7 @@ class QuantizedMatrix:
         return wide if self.perm is None else wide[:, self.perm.argsort()]
 
 
-def check_group_size(group_size: object, subject: str) -> int:
+def parse_group_size(group_size: object, subject: str) -> int:
     """Return a config's group size.
 
     Raises:

@@ -76,7 +76,7 @@ class ResolvedRule:
 
 
 @dataclass(frozen=True)
-class RenameStep:
+class TensorTransformStep:
     """Makes one tensor from several; `shape` computes the result's shape without reading values.
 
     compute: reads its sources itself, one at a time. Both raise TensorMismatch for shapes that do
@@ -242,7 +242,7 @@ def _mismatch_message(missing: Sequence[str], left_over: Collection[str]) -> str
     return "; ".join(parts) + "; " + hint
 
 
-def _parse_step(text: str) -> tuple[RenameStep, str]:
+def _parse_step(text: str) -> tuple[TensorTransformStep, str]:
     name, _, argument = text.partition(":")
     assert name in RENAME_STEPS, f"no rename step {name!r}; there are {', '.join(RENAME_STEPS)}"
     return RENAME_STEPS[name], argument
@@ -309,7 +309,7 @@ def _flat_shape(shapes: Sequence[Shape], _: str) -> Shape:
     return (torch.Size(_single_source_shape(shapes)).numel(),)
 
 
-def _expert_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+def _select_expert_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     shape, (_, count) = _single_source_shape(shapes), _parse_part(argument)
     if len(shape) < 2 or shape[0] != count:
         raise TensorMismatch(f"shape {list(shape)} has not {count} experts in its first dimension")
@@ -434,43 +434,55 @@ def _reorder_rope_rows(
     return torch.cat((rows[:, order].reshape(-1, *shape[1:]), tensor[heads * dim :]))
 
 
-RENAME_STEPS: dict[str, RenameStep] = {
-    "copy": RenameStep(
+RENAME_STEPS: dict[str, TensorTransformStep] = {
+    "copy": TensorTransformStep(
         lambda shapes, _: _single_source_shape(shapes), lambda sources, *_: next(sources)
     ),
-    "cat0": RenameStep(_make_concat_shape_function(0), _make_concat_function(0)),
-    "cat1": RenameStep(_make_concat_shape_function(1), _make_concat_function(1)),
-    "transpose": RenameStep(_transpose_shape, lambda sources, *_: next(sources).t().contiguous()),
-    "part0": RenameStep(
+    "cat0": TensorTransformStep(_make_concat_shape_function(0), _make_concat_function(0)),
+    "cat1": TensorTransformStep(_make_concat_shape_function(1), _make_concat_function(1)),
+    "transpose": TensorTransformStep(
+        _transpose_shape, lambda sources, *_: next(sources).t().contiguous()
+    ),
+    "part0": TensorTransformStep(
         _part_shape,
         lambda sources, shape, _, argument: next(sources).narrow(
             0, _parse_part(argument)[0] * shape[0], shape[0]
         ),
     ),
-    "expert": RenameStep(
-        _expert_shape,
+    "expert": TensorTransformStep(
+        _select_expert_shape,
         lambda sources, _, __, argument: next(sources)[_parse_part(argument)[0]],
     ),
-    "bias_q0v": RenameStep(_concat_q_zero_v_shape, _concat_q_zero_v),
-    "fold_weight": RenameStep(_fold_batch_norm_shape, _fold_batch_norm_weight),
-    "fold_bias": RenameStep(_fold_batch_norm_shape, _fold_batch_norm_bias),
-    "plus_one": RenameStep(lambda shapes, _: _single_source_shape(shapes), _plus_one),
-    "ones": RenameStep(_ones_shape, lambda _, shape, dtype, __: torch.ones(shape, dtype=dtype)),
-    "unit_rows": RenameStep(lambda shapes, _: _single_source_shape(shapes), _l2_normalize_rows),
-    "scale_rows": RenameStep(row_transforms.scale_rows_shape, row_transforms.scale_rows),
-    "ungroup_qkv": RenameStep(_ungroup_qkv_shape, _ungroup_qkv),
-    "rope_rows": RenameStep(_reorder_rope_rows_shape, _reorder_rope_rows),
-    "ungroup_rows": RenameStep(row_transforms.ungroup_rows_shape, row_transforms.ungroup_rows),
-    "drop_gates": RenameStep(
+    "bias_q0v": TensorTransformStep(_concat_q_zero_v_shape, _concat_q_zero_v),
+    "fold_weight": TensorTransformStep(_fold_batch_norm_shape, _fold_batch_norm_weight),
+    "fold_bias": TensorTransformStep(_fold_batch_norm_shape, _fold_batch_norm_bias),
+    "plus_one": TensorTransformStep(lambda shapes, _: _single_source_shape(shapes), _plus_one),
+    "ones": TensorTransformStep(
+        _ones_shape, lambda _, shape, dtype, __: torch.ones(shape, dtype=dtype)
+    ),
+    "unit_rows": TensorTransformStep(
+        lambda shapes, _: _single_source_shape(shapes), _l2_normalize_rows
+    ),
+    "scale_rows": TensorTransformStep(row_transforms.scale_rows_shape, row_transforms.scale_rows),
+    "ungroup_qkv": TensorTransformStep(_ungroup_qkv_shape, _ungroup_qkv),
+    "rope_rows": TensorTransformStep(_reorder_rope_rows_shape, _reorder_rope_rows),
+    "ungroup_rows": TensorTransformStep(
+        row_transforms.ungroup_rows_shape, row_transforms.ungroup_rows
+    ),
+    "drop_gates": TensorTransformStep(
         row_transforms.drop_output_gates_shape, row_transforms.drop_output_gates
     ),
-    "gates": RenameStep(
+    "gates": TensorTransformStep(
         row_transforms.select_output_gates_shape, row_transforms.select_output_gates
     ),
-    "rows": RenameStep(row_transforms.select_row_ranges_shape, row_transforms.select_row_ranges),
-    "depthwise": RenameStep(
+    "rows": TensorTransformStep(
+        row_transforms.select_row_ranges_shape, row_transforms.select_row_ranges
+    ),
+    "depthwise": TensorTransformStep(
         row_transforms.flatten_depthwise_conv_shape, row_transforms.flatten_depthwise_conv
     ),
-    "flatten": RenameStep(_flat_shape, lambda sources, *_: next(sources).flatten()),
-    "pointwise": RenameStep(_pointwise_conv_shape, lambda sources, *_: next(sources).flatten(1)),
+    "flatten": TensorTransformStep(_flat_shape, lambda sources, *_: next(sources).flatten()),
+    "pointwise": TensorTransformStep(
+        _pointwise_conv_shape, lambda sources, *_: next(sources).flatten(1)
+    ),
 }

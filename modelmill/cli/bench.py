@@ -25,9 +25,9 @@ from modelmill.cli.bench_serve import (
 )
 from modelmill.cli.engine_options import (
     ENGINE_HELP,
-    CheckpointBuildOptions,
+    ImplicitBuildOptions,
     open_llm,
-    resolve_model_path,
+    resolve_or_pull_model,
     share_gpu_with_reference,
 )
 from modelmill.cli.options import CommonArgs, config_field
@@ -150,8 +150,8 @@ class Args(CommonArgs):
     )
     plot: Path | None = path_option_field("draw the figures", "FILE.png")
     save: Path | None = path_option_field("append the figures as rows", "FILE.jsonl")
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint in the engine's place"
     )
     enable_prefix_caching: bool = option_field(
         False, "reuse equal prompt beginnings: repeated runs then measure the cache"
@@ -285,7 +285,7 @@ def _open_engine_and_reference(args: Args, **options: Any) -> tuple[LLM, list[Be
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.eval.hf_reference import load_reference
 
-        source = resolve_model_path(args.checkpoint or _require_engine_path(args))
+        source = resolve_or_pull_model(args.checkpoint or _require_engine_path(args))
         if is_engine_folder(source):
             raise UsageError(
                 "--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from"
@@ -347,7 +347,7 @@ def _measure_throughput(args: Args) -> dict[str, Any]:
 
 def _make_bench_requests(args: Args, llm: LLM) -> list[BenchRequest]:
     from modelmill.eval.datasets import (
-        MAX_TRACE_TOKENS,
+        MAX_TRACE_REQUEST_TOKENS,
         random_requests,
         read_bench_requests,
         sample_request_lengths,
@@ -359,7 +359,7 @@ def _make_bench_requests(args: Args, llm: LLM) -> list[BenchRequest]:
     if args.trace is not None:
         return random_requests(
             sample_request_lengths(
-                args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)
+                args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_REQUEST_TOKENS)
             ),
             vocab,
             seed,
@@ -382,7 +382,7 @@ def _measure_startup(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import is_engine_folder, open_artifact
     from modelmill.eval.report import device_name
     from modelmill.eval.startup import measure_startup
-    from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
+    from modelmill.loader.device import ensure_cpu_kernels_compiled, resolve_device, set_cpu_threads
 
     # a checkpoint is built first; the build is not part of start-up
     path = _require_engine_path(args)
@@ -391,7 +391,7 @@ def _measure_startup(args: Args) -> dict[str, Any]:
     if device == "cpu":
         set_cpu_threads(args.run.threads)
     with show_progress("startup", quiet=args.json) as on_progress:
-        compile_cpu_kernels(
+        ensure_cpu_kernels_compiled(
             device, on_progress
         )  # compiled once per machine, so not part of start-up
         measurement = measure_startup(

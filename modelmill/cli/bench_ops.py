@@ -60,7 +60,7 @@ def measure_ops(args: Any) -> dict[str, Any]:
     from modelmill.eval.op_bench import OpBenchSelection, bench_ops
     from modelmill.eval.report import device_name
     from modelmill.eval.roofline import measure_roofline
-    from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
+    from modelmill.loader.device import ensure_cpu_kernels_compiled, resolve_device, set_cpu_threads
     from modelmill.ops import registry
 
     device = resolve_device(args.run.device)
@@ -78,7 +78,7 @@ def measure_ops(args: Any) -> dict[str, Any]:
     selection = OpBenchSelection(tuple(args.op), tuple(args.variant), args.case, args.runs)
     done: list[OpTiming] = []
     with torch.inference_mode(), show_progress("ops", quiet=args.json, lines=True) as on_progress:
-        compile_cpu_kernels(device, on_progress)
+        ensure_cpu_kernels_compiled(device, on_progress)
         ceilings = measure_roofline(device, [dtype])
         for each in bench_ops(ceilings, dtype, selection):
             done.append(each)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.builder.recipe_option_check import check_recipe_options
 from modelmill.cli.acceptance_tables import acceptance_summary, show_acceptance, show_warnings
-from modelmill.cli.engine_options import resolve_model_path
+from modelmill.cli.engine_options import resolve_or_pull_model
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_json, print_note, print_table, show_progress
 from modelmill.cli.plan_tables import show_plan
@@ -101,20 +101,22 @@ def run(args: Args) -> int:
         "planning", quiet=args.json, lines=True, every=args.progress_interval
     ) as on_progress:
         # inside, since torch takes seconds to import
-        from modelmill.artifact.store import check_build_target, is_engine_folder
+        from modelmill.artifact.store import build_target_has_engine, is_engine_folder
         from modelmill.builder.config_only import checkpoint_from_config, is_config_only
         from modelmill.builder.fit_advice import describe_plan
         from modelmill.builder.plan import make_build_plan
         from modelmill.checkpoint.open import open_checkpoint
-        from modelmill.loader.device import compile_cpu_kernels
+        from modelmill.loader.device import ensure_cpu_kernels_compiled
 
         source, vision = args.vision_files.resolve_language_and_vision_paths(args.checkpoint)
-        source = resolve_model_path(source)
+        source = resolve_or_pull_model(source)
         if is_engine_folder(source):
             raise UsageError(
                 f"{source} is an engine already; give the checkpoint that it was built from"
             )
-        there = args.output is not None and not args.dry_run and check_build_target(args.output)
+        there = (
+            args.output is not None and not args.dry_run and build_target_has_engine(args.output)
+        )
         if args.dry_run and is_config_only(source):
             checkpoint = checkpoint_from_config(source)
             print_note("no weights here: the sizes are those of config.json")
@@ -125,7 +127,7 @@ def run(args: Args) -> int:
             raise UsageError(
                 f"{args.output} is an engine already; choose another -o, or replace it with --force"
             )
-        compile_cpu_kernels("cpu" if args.build.target == "cpu" else "auto", on_progress)
+        ensure_cpu_kernels_compiled("cpu" if args.build.target == "cpu" else "auto", on_progress)
         build_plan = make_build_plan(checkpoint, args.build, on_progress)
     check_recipe_options(args.build, segmentation=build_plan.engine_type != "language")
     plan = describe_plan(build_plan, args.tp, args.enable_expert_parallel)

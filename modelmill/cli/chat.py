@@ -24,7 +24,7 @@ from modelmill.cli.chat_tools import (
     read_tool_definitions,
 )
 from modelmill.cli.chat_writer import TerminalAnswerWriter
-from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
+from modelmill.cli.engine_options import ENGINE_HELP, ImplicitBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_json, print_note
 from modelmill.cli.run import (
@@ -98,8 +98,8 @@ class Args(CommonArgs):
     chat_template: str | None = option_field(
         None, "chat template, or a file with one, instead of the engine's own"
     )
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint instead of an engine"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint instead of an engine"
     )
     sampling: SamplingParams = config_field(SamplingParams, "Sampling", exclude=("n", "num_beams"))
     run: RunConfig = config_field(RunConfig, "Engine")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.acceptance_tables import show_acceptance, worst_layer_by_module
-from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, resolve_model_path
+from modelmill.cli.engine_options import ENGINE_HELP, ImplicitBuildOptions, resolve_or_pull_model
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_facts, print_json, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
@@ -58,8 +58,8 @@ class Args(CommonArgs):
     )
     plot: Path | None = path_option_field("draw the errors by layer", "FILE.png")
     vision_files: MiniGPT4Files = config_field(MiniGPT4Files, "MiniGPT-4's parts")
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint in the engine's place"
     )
     run: RunConfig = config_field(RunConfig, "Engine", exclude=EXCLUDED_OPTIONS)
 
@@ -80,12 +80,12 @@ def run(args: Args) -> int:
             f"{args.checkpoint} is an engine, and it is compared with a checkpoint: "
             "modelmill compare ENGINE CHECKPOINT"
         )
-    model = resolve_model_path(args.engine)
+    model = resolve_or_pull_model(args.engine)
     with show_progress(f"opening {model.name}", lines=True) as on_progress:
         engine = resolve_engine_path(model, non_default_fields(args.build), on_progress, None)
     artifact = open_artifact(engine)
     source, vision = args.vision_files.resolve_language_and_vision_paths(args.checkpoint)
-    checkpoint = open_checkpoint(resolve_model_path(source), delta=args.delta, vision=vision)
+    checkpoint = open_checkpoint(resolve_or_pull_model(source), delta=args.delta, vision=vision)
     if artifact.manifest.engine_type == "segmentation":
         return _compare_masks(args, artifact, checkpoint)
     check_same_model_sizes(artifact.manifest, checkpoint)
@@ -118,7 +118,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     """
     from modelmill.accept.segmentation import compare_segmentation_engine
     from modelmill.builder.model_config import derive_missing_config
-    from modelmill.loader.device import compile_cpu_kernels, resolve_device
+    from modelmill.loader.device import ensure_cpu_kernels_compiled, resolve_device
     from modelmill.vision.sam_loader import open_sam_model
 
     if args.plot is not None or args.all:
@@ -126,7 +126,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
             "--plot and --all are for language models; --json lists all modules of an encoder"
         )
     with show_progress("comparing", lines=True) as on_progress:
-        compile_cpu_kernels(args.run.device, on_progress)
+        ensure_cpu_kernels_compiled(args.run.device, on_progress)
         model = open_sam_model(artifact, resolve_device(args.run.device), args.run.kernels)
         result = compare_segmentation_engine(
             artifact, model, derive_missing_config(checkpoint), on_progress=on_progress

@@ -55,9 +55,9 @@ class Args(CommonArgs):
 def run(args: Args) -> int:
     """Print the environment; exit code 1 if a required package is missing."""
     with show_progress("looking around", lines=True) as on_progress:
-        from modelmill.loader.device import compile_cpu_kernels
+        from modelmill.loader.device import ensure_cpu_kernels_compiled
 
-        compile_cpu_kernels("cpu", on_progress)
+        ensure_cpu_kernels_compiled("cpu", on_progress)
         facts = {
             **collect_facts(),
             **({} if args.engine is None else {"engine": engine_facts(args.engine)}),
@@ -216,7 +216,7 @@ def _cpu_kernel_facts() -> dict[str, str | None]:
     """Return the origin and path of the compiled CPU kernels, or why there are none."""
     from modelmill.ops.cpu.common import build
 
-    library = build.load_library()
+    library = build.load_or_compile_library()
     if isinstance(library, str):
         return {"origin": None, "path": None, "reason": library}
     return {"origin": library.origin, "path": str(library.path), "reason": None}

@@ -23,7 +23,7 @@ ENGINE_GPU_FRACTION_BESIDE_REFERENCE = 0.45
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointBuildOptions:
+class ImplicitBuildOptions:
     """How to build a checkpoint that is passed instead of an engine."""
 
     dtype: str = inherit_option(BuildConfig, "dtype", help="for a checkpoint: dtype to build it in")
@@ -32,7 +32,7 @@ class CheckpointBuildOptions:
     )
 
 
-def resolve_model_path(model: Path) -> Path:
+def resolve_or_pull_model(model: Path) -> Path:
     """Return an engine's or checkpoint's path; a hub's org/name is fetched into the cache first.
 
     Raises:
@@ -40,16 +40,20 @@ def resolve_model_path(model: Path) -> Path:
     """
     if model.exists():
         return model
-    from modelmill.checkpoint.pull import is_model_name, missing_model_error, pull_if_missing
+    from modelmill.checkpoint.pull import (
+        is_pullable_model_name,
+        missing_model_error,
+        pull_if_missing,
+    )
 
-    if not is_model_name(model):
+    if not is_pullable_model_name(model):
         raise missing_model_error(model)
     name = model.as_posix()
     with show_progress(f"pulling {name}", lines=True) as on_progress:
         return pull_if_missing(name, env.cache_dir() / "models", on_progress)
 
 
-def open_llm(model: Path, build: CheckpointBuildOptions, run: RunConfig, **llm_options: Any) -> LLM:
+def open_llm(model: Path, build: ImplicitBuildOptions, run: RunConfig, **llm_options: Any) -> LLM:
     """Open an LLM for an engine; a checkpoint is built into the cache first, with a note on stderr.
 
     LLM rejects a dtype or recipe for an engine.
@@ -60,7 +64,7 @@ def open_llm(model: Path, build: CheckpointBuildOptions, run: RunConfig, **llm_o
         run: how to start the engine.
         llm_options: LLM's own options; those that are None are not passed.
     """
-    model = resolve_model_path(model)
+    model = resolve_or_pull_model(model)
     with show_progress(f"opening {model.name}", lines=True) as on_progress:
         from modelmill.llm import LLM  # inside, since torch takes seconds to import
 

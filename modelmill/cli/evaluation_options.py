@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelmill.cli import engine_options
-from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions
+from modelmill.cli.engine_options import ENGINE_HELP, ImplicitBuildOptions
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.core.config import DTYPE_CHOICES, RunConfig, option_field, path_option_field
 from modelmill.core.packages import require_package
@@ -28,8 +28,8 @@ class EvaluationArgs(CommonArgs):
         "also run this checkpoint through transformers", "CHECKPOINT"
     )
     reference_dtype: str = option_field("float32", "type of the reference", choices=DTYPE_CHOICES)
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint in the engine's place"
     )
     run: RunConfig = config_field(RunConfig, "Engine")
 
@@ -69,5 +69,5 @@ def load_transformers_reference(
     from modelmill.eval import hf_reference
 
     assert args.reference is not None, "checked by the caller"
-    checkpoint = open_checkpoint(engine_options.resolve_model_path(args.reference))
+    checkpoint = open_checkpoint(engine_options.resolve_or_pull_model(args.reference))
     return checkpoint, hf_reference.load_reference(checkpoint, args.reference_dtype, device)

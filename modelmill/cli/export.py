@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelmill.cli.engine_options import CheckpointBuildOptions
+from modelmill.cli.engine_options import ImplicitBuildOptions
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_json, print_note, show_progress
 from modelmill.core.config import BuildConfig, RunConfig, non_default_fields, option_field
@@ -54,8 +54,8 @@ class Args(CommonArgs):
     max_waiting: int = option_field(
         1024, "requests that may wait beyond --max-num-seqs; more are refused"
     )
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint in an engine's place"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint in an engine's place"
     )
     run: RunConfig = config_field(RunConfig, "Engine")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.cli.acceptance_tables import show_acceptance
-from modelmill.cli.engine_options import resolve_model_path
+from modelmill.cli.engine_options import resolve_or_pull_model
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import print_facts, print_json, print_table, show_progress
 from modelmill.core.byte_size import format_bytes
@@ -102,7 +102,7 @@ def _checkpoint_facts(args: Args) -> dict[str, Any]:
     from modelmill.builder.model_config import derive_missing_config
     from modelmill.checkpoint.open import open_checkpoint
 
-    checkpoint = derive_missing_config(open_checkpoint(resolve_model_path(args.path)))
+    checkpoint = derive_missing_config(open_checkpoint(resolve_or_pull_model(args.path)))
     infos = [checkpoint.tensor_info(name) for name in checkpoint.names()]
     return {
         "kind": "checkpoint",

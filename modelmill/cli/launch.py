@@ -20,7 +20,7 @@ from modelmill.cli.stop import find_server
 from modelmill.core.config import option_field
 from modelmill.core.env import child_process_env
 from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.core.server_records import ServerRecord, running_servers
+from modelmill.core.server_records import ServerRecord, list_running_and_prune_stale
 from modelmill.eval.openai_client import model_cards, text_model_cards
 
 HELP = "Point a coding agent (claude, codex, opencode) at a running server."
@@ -143,7 +143,9 @@ class Args(CommonArgs):
     model: str | None = option_field(
         None,
         "served model (default: the server's first)",
-        complete=lambda: [model for each in running_servers() for model in each.models],
+        complete=lambda: [
+            model for each in list_running_and_prune_stale() for model in each.models
+        ],
     )
     api_key: str = option_field(PLACEHOLDER_API_KEY, "key of the server, if it has keys")
     run: bool = option_field(
@@ -198,7 +200,7 @@ def resolve_server_and_model(args: Args) -> tuple[str, str | None]:
         if '"' in args.url or not args.url.startswith(("http://", "https://")):
             raise UsageError(f"--url {args.url} is no http:// or https:// address")
         return args.url.rstrip("/").removesuffix("/v1"), args.model
-    servers = running_servers()
+    servers = list_running_and_prune_stale()
     server = _select_server(servers, args.model)
     return server.client_url, args.model or server.models[0]
 

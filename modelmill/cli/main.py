@@ -125,7 +125,7 @@ def run_command_line(argv: list[str]) -> int:
     import typer
 
     try:
-        verb = _find_subcommand(argv)
+        verb = _parse_subcommand(argv)
         if verb is not None:
             _note_misspelt_variables(verb)
         command = typer.main.get_command(_make_app(verb))
@@ -151,7 +151,7 @@ def run_command_line(argv: list[str]) -> int:
         return _print_error(_usage_error_text(error, argv), 2)
 
 
-def _find_subcommand(argv: list[str]) -> str | None:
+def _parse_subcommand(argv: list[str]) -> str | None:
     """Return the verb of the command line; None for the help page.
 
     Raises:
@@ -175,7 +175,7 @@ def _note_misspelt_variables(verb: str) -> None:
 
     Variables with other names may belong to another program.
     """
-    unknown = env.flag_like_variables()
+    unknown = env.flag_variables_in_env()
     # flags are read only where a variable is set, those of other verbs where it is none of this
     if not unknown or unknown <= _flag_variables(verb):
         return
@@ -292,7 +292,7 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
     if option and type(error).__name__ == "NoSuchOption":
         from modelmill.cli.options import collect_cli_parameters
 
-        verb = _find_subcommand(argv)
+        verb = _parse_subcommand(argv)
         module = import_module_if_exists("modelmill.cli", verb) if verb else None
         known = (
             [n for f in collect_cli_parameters(module.Args) if not f.positional for n in f.names]
@@ -333,7 +333,7 @@ def _subcommand_usage(argv: list[str]) -> str:
     """Return the usage of the verb, for an error about a missing argument."""
     from modelmill.cli.help_page import usage_with_example
 
-    verb = _find_subcommand(argv)
+    verb = _parse_subcommand(argv)
     module = import_module_if_exists("modelmill.cli", verb) if verb else None
     return (
         ""

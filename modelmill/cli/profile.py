@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
+from modelmill.cli.engine_options import ENGINE_HELP, ImplicitBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_json, print_note, print_table, show_progress
 from modelmill.core.config import RunConfig, option_field, path_option_field
@@ -43,8 +43,8 @@ class Args(CommonArgs):
         "write a trace that Perfetto (ui.perfetto.dev) opens", "FILE.json"
     )
     save: Path | None = path_option_field("append the figures as rows", "FILE.jsonl")
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint in the engine's place"
     )
     run: RunConfig = config_field(RunConfig, "Engine")
 
@@ -55,7 +55,7 @@ def run(args: Args) -> int:
     from modelmill.eval.profile import ProfileCase, profile_case
     from modelmill.eval.report import device_name
     from modelmill.eval.roofline import format_matmul_rates, measure_matmul_rates, measure_roofline
-    from modelmill.loader.device import compile_cpu_kernels, resolve_device, set_cpu_threads
+    from modelmill.loader.device import ensure_cpu_kernels_compiled, resolve_device, set_cpu_threads
 
     if args.batch < 1 or args.prompt < 1 or args.lines < 0:
         raise UsageError("--batch and --prompt must be at least 1, --lines at least 0")
@@ -65,7 +65,7 @@ def run(args: Args) -> int:
     if device == "cpu":
         set_cpu_threads(args.run.threads)
     with show_progress("measuring the device", lines=True) as on_progress:
-        compile_cpu_kernels(args.run.device, on_progress)
+        ensure_cpu_kernels_compiled(args.run.device, on_progress)
         ceilings = measure_roofline(device, [])  # before the engine takes the memory
     loop = open_llm(args.engine, args.build, args.run).engine_core
     ceilings = replace(ceilings, matmul_rates=measure_matmul_rates(device, [loop.dtype]))

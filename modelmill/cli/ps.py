@@ -14,7 +14,7 @@ from typing import Any
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import print_json, print_note, print_table
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.server_records import ServerRecord, running_servers
+from modelmill.core.server_records import ServerRecord, list_running_and_prune_stale
 
 HELP = "List this user's running servers: models, address, state, memory."
 EPILOG = """Examples:
@@ -37,7 +37,7 @@ class Args(CommonArgs):
 
 def run(args: Args) -> int:
     """Print a line for each server."""
-    facts = [server_facts(server) for server in running_servers()]
+    facts = [server_facts(server) for server in list_running_and_prune_stale()]
     if args.json:
         print_json(facts)
     elif not facts:

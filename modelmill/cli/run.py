@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
+from modelmill.cli.engine_options import ENGINE_HELP, ImplicitBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import is_stdout_reader_gone, print_json, print_note, show_progress
 from modelmill.cli.terminal_chat import WordWrapper, terminal_width
@@ -77,8 +77,8 @@ class Args(CommonArgs):
         "write the prompt's intermediate tensors of all matching modules to a safetensors file",
         metavar="PATTERN FILE",
     )
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint instead of an engine"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint instead of an engine"
     )
     sampling: SamplingParams = config_field(SamplingParams, "Sampling")
     run: RunConfig = config_field(RunConfig, "Engine")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, resolve_model_path
+from modelmill.cli.engine_options import ENGINE_HELP, ImplicitBuildOptions, resolve_or_pull_model
 from modelmill.cli.options import CommonArgs, config_field, inherit_option
 from modelmill.cli.output import print_json, print_note, show_progress
 from modelmill.cli.segment_output import (
@@ -104,8 +104,8 @@ class Args(CommonArgs):
         False, "with --json: the masks' pixels as COCO run lengths", flags=("--rle",)
     )
     batch: int = option_field(4, "pictures that the encoder sees at a time")
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint in the engine's place"
     )
     device: str = inherit_option(RunConfig, "device")
     threads: int | None = inherit_option(RunConfig, "threads")
@@ -120,7 +120,7 @@ def run(args: Args) -> int:
         raise UsageError(f"{paths[0]}: there is no such file; give the path of a picture")
     rough = () if args.mask is None else (args.mask,)
     outputs = SegmentOutputPaths(args.output, args.masks, (*paths, *rough), several)
-    engine = resolve_model_path(args.engine)
+    engine = resolve_or_pull_model(args.engine)
     with show_progress(f"opening {engine.name}", lines=True) as on_progress:
         from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
 

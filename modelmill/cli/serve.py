@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import CheckpointBuildOptions, resolve_model_path
+from modelmill.cli.engine_options import ImplicitBuildOptions, resolve_or_pull_model
 from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_note
 from modelmill.cli.serve_keys import read_api_admin_policy_keys
@@ -174,8 +174,8 @@ class Args(CommonArgs):
     ray_address: str | None = option_field(
         None, "with --ray: a running Ray cluster (auto, HOST:PORT); default: start one"
     )
-    build: CheckpointBuildOptions = config_field(
-        CheckpointBuildOptions, "A checkpoint instead of an engine"
+    build: ImplicitBuildOptions = config_field(
+        ImplicitBuildOptions, "A checkpoint instead of an engine"
     )
     run: RunConfig = config_field(RunConfig, "Engine")
 
@@ -199,7 +199,7 @@ def run(args: Args) -> int:
     place, names = _make_server_options(args), _always_loaded_model_names(args)
     aliases, on_demand = _parse_aliases(args, names)
     entries = add_catalogue_aliases(read_catalogue_entries(args, [*names, *aliases]), on_demand)
-    args = replace(args, engines=tuple(resolve_model_path(path) for path in args.engines))
+    args = replace(args, engines=tuple(resolve_or_pull_model(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_ray_replicas
 

@@ -38,9 +38,9 @@ def with_detected_models_dir(args: Args) -> Args:
     Raises:
         UsageError: there is more than one such folder.
     """
-    from modelmill.serve.catalogue.entries import contains_engine_folders
+    from modelmill.serve.catalogue.entries import is_models_folder
 
-    folders = [path for path in args.engines if contains_engine_folders(path)]
+    folders = [path for path in args.engines if is_models_folder(path)]
     if not folders:
         return args
     if len(folders) > 1 or args.models_dir is not None:

@@ -35,7 +35,7 @@ def serve_ray_replicas(
     from modelmill.cli.serve import register_and_announce_address
     from modelmill.serve.json_logs import log_to_stderr
     from modelmill.serve.replicas.deployment import ReplicaSpec
-    from modelmill.serve.replicas.ray_cluster import DeploymentSpec, RayCluster
+    from modelmill.serve.replicas.ray_cluster import DeploymentSpec, RayReplicaSet
     from modelmill.serve.replicas.server import RayFrontendServer
 
     if not args.ray:
@@ -66,7 +66,7 @@ def serve_ray_replicas(
     )
 
     async def serve() -> None:
-        server = RayFrontendServer(RayCluster(plan, shape), place)
+        server = RayFrontendServer(RayReplicaSet(plan, shape), place)
         doing = f"starting {args.replicas} replicas of {', '.join(names)}"
         await server.run(lambda url: register_and_announce_address(args, url, names, doing, record))
 

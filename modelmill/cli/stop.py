@@ -11,7 +11,7 @@ from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import print_json, print_note
 from modelmill.core.config import option_field
 from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.core.server_records import ServerRecord, running_servers
+from modelmill.core.server_records import ServerRecord, list_running_and_prune_stale
 
 SILENT_WAIT_SECONDS = 1.0
 """Time to end after which the user learns what is waited for."""
@@ -35,7 +35,7 @@ class Args(CommonArgs):
         None,
         "a served model, an address, a port or a process id",
         positional=True,
-        complete=lambda: unambiguous_server_names(running_servers()),
+        complete=lambda: unambiguous_server_names(list_running_and_prune_stale()),
     )
     all: bool = option_field(False, "every server of this user", flags=("--all",))
     timeout: float = option_field(60.0, "seconds to wait until a server has ended")
@@ -47,7 +47,7 @@ def run(args: Args) -> int:
         raise UsageError("name one server, or give --all; modelmill ps lists them")
     if args.timeout < 0:
         raise UsageError(f"--timeout must be at least 0, not {args.timeout:g}")
-    servers = running_servers()
+    servers = list_running_and_prune_stale()
     chosen = servers if args.all else [find_server(servers, str(args.server))]
     for server in chosen:
         stop_server(server, args.timeout)

@@ -7,6 +7,6 @@ import json
 CHAT_FORMAT_FILE = "chat_format.json"
 
 
-def make_chat_format_file(name: str) -> bytes:
+def encode_chat_format_file(name: str) -> bytes:
     """Return the content of chat_format.json."""
     return json.dumps({"name": name}).encode()

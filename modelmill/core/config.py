@@ -24,7 +24,7 @@ KV_DTYPE_CHOICES = ("auto", "int8", "fp8")
 BUILD_KV_DTYPE_CHOICES = ("auto", "activations", "int8", "fp8")
 TARGET_DEVICE_CHOICES = ("cpu", "cuda")
 RECIPE_CHOICES = ("none", *read_recipe_declarations())
-VISION_RECIPE_CHOICES = ("none", "int8")
+VISION_TOWER_RECIPE_CHOICES = ("none", "int8")
 T = TypeVar("T")
 
 
@@ -80,7 +80,7 @@ class BuildConfig:
     tower: str = option_field(
         "none",
         "recipe of the vision encoder (minigpt4, blip-2); int8: weights and activations",
-        choices=VISION_RECIPE_CHOICES,
+        choices=VISION_TOWER_RECIPE_CHOICES,
     )
     method: str = recipe_option_field("method")
     group_size: int = recipe_option_field("group_size")
@@ -135,7 +135,7 @@ class BuildConfig:
         if self.layer_recipes and self.quantization != "auto":
             raise UsageError("--layer-recipe is for -q auto")
         _check_choice(self, "kv_cache_dtype", KV_DTYPE_CHOICES)
-        _check_choice(self, "tower", VISION_RECIPE_CHOICES)
+        _check_choice(self, "tower", VISION_TOWER_RECIPE_CHOICES)
         _check_smoothing_options(self)
         for name in ("max_model_len", "calibration_samples", "calibration_length"):
             value = getattr(self, name)

@@ -58,7 +58,7 @@ NON_FLAG_VARIABLES = (
 """Variables of modelmill that are not those of a command line flag."""
 
 
-def flag_like_variables() -> set[str]:
+def flag_variables_in_env() -> set[str]:
     """Return the variables that begin with MODELMILL_ and are no others of modelmill's."""
     named = {name for name in os.environ if name.startswith(VARIABLE_PREFIX)}
     return named - set(NON_FLAG_VARIABLES)

@@ -16,7 +16,7 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.core.logits_processors import PROCESSOR_FIELDS, LogitsProcessors
 from modelmill.core.quoting import quote
-from modelmill.core.types import GENERATION_CONFIG_FIELDS, SamplingParams
+from modelmill.core.types import GENERATION_CONFIG_SAMPLING_FIELDS, SamplingParams
 
 MODELMILL_DEFAULTS: Mapping[str, Any] = {
     "temperature": 0.6,
@@ -37,7 +37,7 @@ _NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": (0, 50), "min_p"
 """Keys that matter only for sampling, and transformers' own defaults, which say nothing."""
 _LENGTH_KEYS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 _USED_KEYS = {
-    *GENERATION_CONFIG_FIELDS,
+    *GENERATION_CONFIG_SAMPLING_FIELDS,
     *PROCESSOR_FIELDS,
     *_LENGTH_KEYS,
     "do_sample",
@@ -236,7 +236,9 @@ def parse_generation_config(
     """
     processors = LogitsProcessors.from_generation_config(raw)
     lengths = {name: _checked_length(name, raw.get(name)) for name in _LENGTH_KEYS}
-    draws = {name: raw[name] for name in GENERATION_CONFIG_FIELDS if raw.get(name) is not None}
+    draws = {
+        name: raw[name] for name in GENERATION_CONFIG_SAMPLING_FIELDS if raw.get(name) is not None
+    }
     SamplingParams(**draws)
     greedy, source = raw.get("do_sample") is not True, CHECKPOINT_SOURCE
     if _lacks_generation_config(raw, container):

@@ -90,7 +90,7 @@ def register_server(url: str, models: Sequence[str]) -> Iterator[None]:
             file.unlink()
 
 
-def running_servers() -> list[ServerRecord]:
+def list_running_and_prune_stale() -> list[ServerRecord]:
     """Return the servers that run, oldest first; remove records of those that do not."""
     found = []
     for file in sorted(records_dir().glob("*.json")):

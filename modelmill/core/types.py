@@ -19,13 +19,13 @@ MAX_COMPLETIONS_PER_PROMPT = 128
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
-MAX_LOGIT_BIAS = 1024
+MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_BEAMS = 32
 MEAN_POOLING, LAST_TOKEN_POOLING = "mean", "last"
 """How the final hidden states of a prompt become one vector."""
 TOKEN_IDS_GRAMMAR = "token_ids"
 """The grammar type of a list of allowed token ids."""
-GENERATION_CONFIG_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_CONFIG_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint's generation_config may set."""
 
 
@@ -206,8 +206,8 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids takes up to {MAX_STOP_STRINGS} ids")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 2**31 - 1)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias takes up to {MAX_LOGIT_BIAS} entries")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+            raise RequestError(f"logit_bias takes up to {MAX_LOGIT_BIAS_ENTRIES} entries")
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias key", token, 0, 2**31 - 1)
             _check_number(f"logit_bias: the bias of token {token}", bias, -100.0, 100.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from modelmill.core.errors import UsageError
 
-MAX_TRACE_TOKENS = 4096
+MAX_TRACE_REQUEST_TOKENS = 4096
 """Most prompt + output tokens of a request that ``sample_request_lengths`` keeps."""
 
 Encode = Callable[[str], list[int]]
@@ -176,7 +176,7 @@ def _turn_text(turn: Any) -> str | None:
 
 
 def sample_request_lengths(
-    path: Path, count: int, limit: int = MAX_TRACE_TOKENS
+    path: Path, count: int, limit: int = MAX_TRACE_REQUEST_TOKENS
 ) -> list[tuple[int, int]]:
     """Read the prompt and output lengths of ``count`` requests from a csv trace.
 

@@ -107,7 +107,7 @@ QUERY_LENS_BY_STEP: QueryLensByStep = (
     (1,), (1,) * 64, (16,), (64,), (4096,), (1000, 1, 33), (512, *(1,) * 64),
 )  # fmt: skip
 CPU_QUERY_LENS_BY_STEP: QueryLensByStep = ((1,), (1,) * 16, (128,))
-PAGE_SIZE = 16  # tokens of a page, and so of a chunk
+RECURRENCE_CHUNK_TOKENS = 16  # tokens of a page, and so of a chunk
 
 
 def recurrence_case_makers(lengths: QueryLensByStep) -> dict[str, CaseMaker]:
@@ -117,8 +117,10 @@ def recurrence_case_makers(lengths: QueryLensByStep) -> dict[str, CaseMaker]:
     scan = [(each, 1, 80, 64, 128) for each in lengths]
     return {
         "causal_conv": partial(causal_conv.cases_for_shapes, conv),
-        "gated_delta_rule": partial(gated_delta_rule.cases_for_shapes, delta, chunk=PAGE_SIZE),
-        "ssd_scan": partial(ssd_scan.cases_for_shapes, scan, chunk=PAGE_SIZE),
+        "gated_delta_rule": partial(
+            gated_delta_rule.cases_for_shapes, delta, chunk=RECURRENCE_CHUNK_TOKENS
+        ),
+        "ssd_scan": partial(ssd_scan.cases_for_shapes, scan, chunk=RECURRENCE_CHUNK_TOKENS),
     }
 
 

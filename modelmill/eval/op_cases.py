@@ -148,7 +148,7 @@ def sample_case_maker(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[C
     return make
 
 
-def _attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+def _gpu_attention_bench_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = (
         ("decode-8-1024", 32, [(1, 1024)] * 8),
         ("decode-64-128", 32, [(1, 128)] * 64),
@@ -174,7 +174,7 @@ LATENT_DIMS = 576, 512  # channels of a token in DeepSeek's caches, and those th
 V2_LITE_HEADS, V3_HEADS = 16, 128
 
 
-def _latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+def _gpu_latent_bench_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and chunks of DeepSeek-V2-Lite and V3, absorbed; a prompt, expanded.
 
     Floors on an H200, from 4.56 TB/s for the cache, read once, and 700 TFLOPS: V2-Lite 1.0 µs for
@@ -200,20 +200,20 @@ def _latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
                          device, dtype, 9)  # fmt: skip
 
 
-def _small_latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+def _cpu_latent_bench_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for lengths in ([(1, 1024)], [(1, 4096)], [(1, 1024)] * 8, [(128, 1024)]):
         name = f"latent {len(lengths)}x{lengths[0][0]} of {lengths[0][1]}"
         yield latent_case(name, V2_LITE_HEADS, LATENT_DIMS, lengths, device, dtype, 1)
 
 
-def _all_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    yield from _attention_cases(device, dtype)
-    yield from _latent_cases(device, dtype)
+def _gpu_all_attention_bench_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    yield from _gpu_attention_bench_cases(device, dtype)
+    yield from _gpu_latent_bench_cases(device, dtype)
 
 
-def _all_small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    yield from _small_attention_cases(device, dtype)
-    yield from _small_latent_cases(device, dtype)
+def _all_cpu_attention_bench_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    yield from _cpu_attention_bench_cases(device, dtype)
+    yield from _cpu_latent_bench_cases(device, dtype)
 
 
 def with_8bit_kv(case: Case, name: str, kv_dtype: torch.dtype) -> Case:
@@ -230,7 +230,7 @@ def with_8bit_kv(case: Case, name: str, kv_dtype: torch.dtype) -> Case:
     return Case(f"{case.name}-{name}", args, bytes_moved, case.flops)
 
 
-def _small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+def _cpu_attention_bench_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = [(count, 1, context) for count in CPU_ROWS for context in (128, 512, 4096)] + [
         (1, 512, 512)
     ]
@@ -250,7 +250,7 @@ def _small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def _small_layer_norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+def _cpu_layer_norm_bench_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for rows in CPU_ROWS:
         case = _norm_case(rows, SMOLLM2_HIDDEN, device, dtype)
         yield Case(
@@ -260,7 +260,7 @@ def _small_layer_norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def _small_swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+def _cpu_swiglu_bench_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for rows in CPU_ROWS:
         gate_up = randn(rows, 2 * SMOLLM2_INNER, device=device, dtype=dtype, seed=rows)
         yield Case(f"{rows}x{SMOLLM2_INNER}", {"gate_up": gate_up}, nbytes(gate_up) * 3 // 2)
@@ -309,7 +309,7 @@ EXTRA_CASE_MAKERS: dict[str, dict[str, CaseMaker]] = {
         "w8a8_linear": w8a8_linear_case_maker(torch.int8, GPU_W8A8_SHAPES),
         "fp8_linear": w8a8_linear_case_maker(torch.float8_e4m3fn, GPU_W8A8_SHAPES),
         "sample": sample_case_maker(GPU_SAMPLING_SHAPES),
-        "paged_attention": _all_attention_cases,
+        "paged_attention": _gpu_all_attention_bench_cases,
     },
     "cpu": recurrence_case_makers(CPU_QUERY_LENS_BY_STEP)
     | {
@@ -319,11 +319,11 @@ EXTRA_CASE_MAKERS: dict[str, dict[str, CaseMaker]] = {
         "add_rms_norm": lambda device, dtype: (
             _add_norm_case(rows, SMOLLM2_HIDDEN, device, dtype) for rows in CPU_ROWS
         ),
-        "layer_norm": _small_layer_norm_cases,
-        "silu_mul": _small_swiglu_cases,
+        "layer_norm": _cpu_layer_norm_bench_cases,
+        "silu_mul": _cpu_swiglu_bench_cases,
         "linear": linear_case_maker(SMALL_GEMM_SHAPES),
         "int8_linear": int8_linear_case_maker(SMALL_GEMM_SHAPES),
         "sample": sample_case_maker(SMALL_SAMPLING_SHAPES),
-        "paged_attention": _all_small_attention_cases,
+        "paged_attention": _all_cpu_attention_bench_cases,
     },
 }

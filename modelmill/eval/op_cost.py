@@ -66,7 +66,7 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
     out = nbytes(*_iter_tensors(result))
     if op in ("linear_add", "qkv_rope_cache"):
         x, weight_bytes = bound_args["x"], nbytes(bound_args["weight"], bound_args.get("bias"))
-        other_bytes = 2 * out if op == "linear_add" else rope_cache_bytes(bound_args, out)
+        other_bytes = 2 * out if op == "linear_add" else rope_cache_op_bytes(bound_args, out)
         return OpCost(
             nbytes(x) + weight_bytes + other_bytes,
             weight_bytes,
@@ -92,21 +92,21 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
     if op == "paged_attention":
         return attention_cost(bound_args, out)
     if op == "rope_cache":
-        return OpCost(nbytes(bound_args["qkv"]) + rope_cache_bytes(bound_args, out))
+        return OpCost(nbytes(bound_args["qkv"]) + rope_cache_op_bytes(bound_args, out))
     if op == "latent_rope_cache":
-        return OpCost(latent_rope_cache_bytes(bound_args))
+        return OpCost(latent_rope_cache_op_bytes(bound_args))
     if op == "decode":
         return decode_cost(bound_args["stack"], bound_args["tokens"], bound_args["x"], out)
     return OpCost(nbytes(*_iter_tensors(list(bound_args.values()))) + out)
 
 
-def rope_cache_bytes(args: Mapping[str, Any], out: int) -> int:
+def rope_cache_op_bytes(args: Mapping[str, Any], out: int) -> int:
     """Bytes of the angles, the queries (``out``), and the stored keys and values."""
     stored = args["slots"].numel() * 2 * _key_bytes_per_token(args["k_cache"])
     return nbytes(args.get("cos"), args.get("sin")) + out + stored
 
 
-def latent_rope_cache_bytes(args: Mapping[str, Any]) -> int:
+def latent_rope_cache_op_bytes(args: Mapping[str, Any]) -> int:
     """Bytes of the latent rows and what is stored of them, the angles, and the queries' ends."""
     q, latent, cos = args["q"], args["latent"], args["cos"]
     rotated = q.shape[0] * q.shape[1] * 2 * cos.shape[1] * q.element_size()

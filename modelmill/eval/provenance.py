@@ -22,8 +22,8 @@ SIMD_FLAGS = (
 
 
 def provenance() -> dict[str, Any]:
-    """Return what every row carries: ``commit``, and the facts of ``host_facts``."""
-    return {"commit": _running_commit(), **host_facts()}
+    """Return what every row carries: ``commit``, and the facts of ``host_and_gpu_info``."""
+    return {"commit": _running_commit(), **host_and_gpu_info()}
 
 
 @cache
@@ -52,7 +52,7 @@ def git_commit(root: Path = CHECKOUT_ROOT, written: str = RESULTS_FOLDER) -> str
     return f"{commit}-dirty" if _command_output(["git", "-C", str(root), *changed]) else commit
 
 
-def host_facts() -> dict[str, Any]:
+def host_and_gpu_info() -> dict[str, Any]:
     """Return the processor's name and SIMD instructions, its cores, the load, the ids of GPUs.
 
     Cloud machines with one name ("AMD EPYC") differ in their instructions.
@@ -65,11 +65,11 @@ def host_facts() -> dict[str, Any]:
         else os.cpu_count(),
         "load_1m": round(os.getloadavg()[0], 2),
     }
-    return facts | _gpu_facts()
+    return facts | _first_gpu_info()
 
 
 @cache
-def _gpu_facts() -> dict[str, Any]:
+def _first_gpu_info() -> dict[str, Any]:
     """The first visible GPU's id, driver and power limit, read once; nothing without a GPU."""
     # nvidia-smi lists every GPU of the machine, also those that this process may not use
     first = first_visible_gpu()

@@ -29,7 +29,7 @@ TITLES = (
     "jr",
     "sr",
 )
-SHORT_FORMS = (
+COMMON_ABBREVIATIONS = (
     "vs",
     "no",
     "inc",
@@ -48,7 +48,7 @@ SHORT_FORMS = (
     "p.m",
 )
 MONTHS = ("jan", "feb", "mar", "apr", "jun", "jul", "aug", "sept", "sep", "oct", "nov", "dec")
-ABBREVIATIONS = frozenset((*TITLES, *SHORT_FORMS, *MONTHS))
+ABBREVIATIONS = frozenset((*TITLES, *COMMON_ABBREVIATIONS, *MONTHS))
 _SENTENCE_END_PATTERN = re.compile(r"([.!?]+[\"'”’)\]]*)\s+")
 
 

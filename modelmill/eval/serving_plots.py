@@ -23,21 +23,15 @@ def draw_subplots(
     """
     good = [each for each in timings if each.error is None]
     per_token = [each.seconds_per_token for each in good if each.seconds_per_token is not None]
-    draw_distribution(
-        axes[0], "first token", [each.first_token_seconds for each in good], load.first_ms
-    )
-    draw_distribution(axes[1], "per output token", per_token, load.token_ms)
-    draw_distribution(
-        axes[2], "between pieces", [gap for each in good for gap in each.chunk_gaps], None
-    )
-    draw_distribution(axes[3], "whole request", [each.total_seconds for each in good], None)
-    draw_goodput(axes[4], good, seconds, load)
+    draw_cdf(axes[0], "first token", [each.first_token_seconds for each in good], load.first_ms)
+    draw_cdf(axes[1], "per output token", per_token, load.token_ms)
+    draw_cdf(axes[2], "between pieces", [gap for each in good for gap in each.chunk_gaps], None)
+    draw_cdf(axes[3], "whole request", [each.total_seconds for each in good], None)
+    draw_goodput_by_ttft_limit(axes[4], good, seconds, load)
     draw_running_requests(axes[5], good)
 
 
-def draw_distribution(
-    axes: Any, name: str, seconds: Sequence[float], limit_ms: float | None
-) -> None:
+def draw_cdf(axes: Any, name: str, seconds: Sequence[float], limit_ms: float | None) -> None:
     """Draw the cumulative distribution with median and p99, and the limit if there is one."""
     axes.set_title(name, fontsize=10)
     axes.set_xlabel("ms")
@@ -60,7 +54,7 @@ def draw_distribution(
     axes.legend(fontsize=7, loc="lower right")
 
 
-def draw_goodput(
+def draw_goodput_by_ttft_limit(
     axes: Any, good: Sequence[RequestTiming], seconds: float, load: ServingLoad
 ) -> None:
     """Draw good requests per second against the limit of the time to first token.

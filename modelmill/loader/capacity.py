@@ -14,8 +14,8 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.core.kv_page_counts import max_fitting_length, max_sequence_pages_in_groups
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
-from modelmill.nn.expert_stack import max_dequantized_bytes_of_layer_experts
-from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
+from modelmill.nn.expert_stack import largest_dequantized_experts_bytes
+from modelmill.nn.kv import KVCache, ModelKVCacheSpec, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.recurrent_state import RecurrentStateCache, make_standalone_step_states
@@ -54,7 +54,7 @@ def resolve_max_model_len(model: nn.Module, config: RunConfig, built_max_len: in
     return config.max_model_len
 
 
-def num_kv_pages(
+def determine_num_kv_pages(
     model: nn.Module,
     ops: Ops,
     config: RunConfig,
@@ -98,7 +98,7 @@ def num_kv_pages(
 def measure_cache_budget_bytes(
     model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup, graph_bytes: int = 0
 ) -> int:
-    """Bytes of free memory for KV pages and recurrent states, as ``num_kv_pages``."""
+    """Bytes of free memory for KV pages and recurrent states, as ``determine_num_kv_pages``."""
     if not model_device(model).startswith("cuda"):
         return cpu_kv_cache_budget(tp_group.size)
     try:
@@ -131,7 +131,7 @@ def model_state_capacity(
 
 
 def kv_pages_for_bytes(
-    shape: KVShape,
+    shape: ModelKVCacheSpec,
     dtype: torch.dtype,
     config: RunConfig,
     max_model_len: int,
@@ -181,7 +181,7 @@ def kv_pages_for_bytes(
     return pages
 
 
-def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) -> int:
+def max_idle_prefix_cache_pages(config: RunConfig, pages: int, page_bytes: int, device: str) -> int:
     """``max_idle`` of the page pool: most pages that the prefix cache keeps idle."""
     if not config.enable_prefix_caching:
         return 0
@@ -223,7 +223,7 @@ def cpu_kv_cache_budget(ranks: int = 1, reserved_bytes: int = 0) -> int:
     )
 
 
-def total_device_bytes(device: str) -> int:
+def total_gpu_bytes(device: str) -> int:
     """Memory of a GPU in bytes; 0 of a CPU, which captures no graphs."""
     return torch.cuda.mem_get_info(torch.device(device))[1] if device != "cpu" else 0
 
@@ -243,7 +243,7 @@ def _measure_available_bytes(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
     # for graphs, the sampler's tables, fragmentation, and experts that only fused layers dequantize
-    reserve = _GIB // 2 + peak // 8 + max_dequantized_bytes_of_layer_experts(model, total)
+    reserve = _GIB // 2 + peak // 8 + largest_dequantized_experts_bytes(model, total)
     return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
 
 
@@ -255,7 +255,7 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
     history, which takes more memory where heads are many.
     """
     size, shape, device = config.page_size, model.kv, model_device(model)
-    assert isinstance(shape, KVShape)
+    assert isinstance(shape, ModelKVCacheSpec)
     dtype = kv_cache_dtype(config.kv_cache_dtype, activation_dtype(model))
     count = max(config.max_num_batched_tokens // size, 1)
     kv = KVCache.allocate(shape, 1, size, dtype, device)
@@ -292,7 +292,7 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
     # sampling needs a second buffer of this size
     torch.empty_like(logits)
     del logits
-    if shape.shares_values:
+    if shape.keys_serve_as_values:
         model(replace(step, num_decodes=None))
 
 

@@ -38,22 +38,22 @@ def resolve_device(name: str) -> str:
 
 
 COMPILING_STAGE = "compiling kernels for this machine, once"
-"""Stage name that ``compile_cpu_kernels`` reports."""
+"""Stage name that ``ensure_cpu_kernels_compiled`` reports."""
 
 
-def compile_cpu_kernels(name: str, on_progress: Progress) -> None:
+def ensure_cpu_kernels_compiled(name: str, on_progress: Progress) -> None:
     """Compile the CPU kernels if device ``name`` is a CPU and this machine has none yet.
 
     Raises what ``resolve_device`` raises. ``on_progress``: called with (stage, done, total).
     """
-    loaded = getattr(kernels.load_library, "cache_info", None)
+    loaded = getattr(kernels.load_or_compile_library, "cache_info", None)
     if (
         resolve_device(name) == "cpu"
         and not (loaded is not None and loaded().currsize)
         and kernels.needs_compile()
     ):
         on_progress(COMPILING_STAGE, 0, 1)
-        kernels.load_library()
+        kernels.load_or_compile_library()
 
 
 def rank_devices(first: str, count: int) -> list[str]:

@@ -16,7 +16,7 @@ from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 from modelmill.core.model_family import read_family_options
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.nn.linear import Linear
-from modelmill.nn.moe import RemoteExpert
+from modelmill.nn.moe import RemoteExpertPlaceholder
 from modelmill.nn.shard_model import shard_model
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.weights import base
@@ -160,7 +160,9 @@ def fill_weights(
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             _fill_linear(name, module, store, weight_formats.get(name, "dense"))
-    store.skip_modules({n for n, m in model.named_modules() if isinstance(m, RemoteExpert)})
+    store.skip_modules(
+        {n for n, m in model.named_modules() if isinstance(m, RemoteExpertPlaceholder)}
+    )
     for name, buffer in list(model.named_buffers()):
         _fill_buffer(model, name, buffer, store)
     unused = sorted(store.names - store.used)

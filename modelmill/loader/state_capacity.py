@@ -10,7 +10,7 @@ from modelmill.core import log
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError
-from modelmill.nn.recurrent_state import StateShape
+from modelmill.nn.recurrent_state import ModelStateSpec
 from modelmill.parallel.tp_group import TPGroup
 
 STATE_MEMORY_FRACTION = 0.5  # of the memory that states and KV pages share
@@ -44,7 +44,7 @@ class StateCapacity:
 
 
 def state_capacity(
-    shape: StateShape,
+    shape: ModelStateSpec,
     dtype: torch.dtype,
     config: RunConfig,
     free_bytes: int,

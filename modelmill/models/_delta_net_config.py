@@ -27,13 +27,13 @@ DELTA_NET_NAMES = {
     "attn.out_proj": ("linear_attn.out_proj",),
 }
 # where q, k, v and z, and b and a, are matrices of their own
-UNGROUPED_NAMES = {
+QWEN35_DELTA_NET_NAMES = {
     **DELTA_NET_NAMES,
     "attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     "attn.rates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 }
 CHECKPOINT_LAYOUT = CheckpointLayout(
-    UNGROUPED_NAMES,
+    QWEN35_DELTA_NET_NAMES,
     norms_less_one=True,
     whole_norms=frozenset(("attn.gated_norm",)),
     ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # heads for speculative decoding, which are not used
@@ -42,7 +42,10 @@ CHECKPOINT_LAYOUT = CheckpointLayout(
 QWEN35_INEFFECTIVE_KEYS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
 )  # fmt: skip
-GATED_ATTENTION_VALUES = {"attn_output_gate": (True,), "output_gate_type": ("swish", "silu")}
+GATED_ATTENTION_SUPPORTED_VALUES = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+}
 MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 

@@ -28,7 +28,7 @@ from modelmill.nn.vit import (
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
 
-REFERENCE_ACTIVATION_NAMES = {
+REFERENCE_MODULE_NAMES = {
     "norm1": "vision_encoder.norm1",
     "attn.qkv": "vision_encoder.qkv",
     "attn.proj": "vision_encoder.proj",
@@ -61,7 +61,7 @@ class EvaSpec(TransformerSizes):
     @property
     def block_spec(self) -> LayerSpec:
         """What a block is made of."""
-        return vit_block_spec(self.width, self.inner, MLP_LINEAR_NAMES, REFERENCE_ACTIVATION_NAMES)
+        return vit_block_spec(self.width, self.inner, MLP_LINEAR_NAMES, REFERENCE_MODULE_NAMES)
 
 
 EVA_G = EvaSpec(1408, 39, 16, 6144)

@@ -29,7 +29,7 @@ from modelmill.models._llama_common import FULL_ATTENTION, SLIDING_ATTENTION
 from modelmill.models._moe_config import MAX_EXPERTS
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import DecoderConfig
-from modelmill.nn.layer_parts import LayerParts
+from modelmill.nn.layer_parts import LayerComponentSpecs
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_branch import MoEBranchSpec
@@ -47,7 +47,7 @@ DEFAULT_ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """``rope_parameters`` where config.json has none."""
 PROPORTIONAL_ROPE_TYPE = "proportional"
-OTHER_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LENGTH_INDEPENDENT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotations that need no length; those of Gemma 4 beside ``PROPORTIONAL_ROPE_TYPE``."""
 PER_LAYER_CONFIG_KEYS = ("head_dim", "num_key_value_heads")
 """What ``per_layer_config`` may say of a layer."""
@@ -114,10 +114,10 @@ class Gemma4Config(DecoderConfig):
         inner = 2 * self.inner if wide else self.inner
         return MLPSpec(self.hidden, inner, activation=self.activation)
 
-    def layer_parts(self, layer: int) -> LayerParts:
+    def layer_parts(self, layer: int) -> LayerComponentSpecs:
         """The parts of layer ``layer``."""
         norm, inputs = self.norm_config, self.inputs
-        return LayerParts(
+        return LayerComponentSpecs(
             self.attention_spec(layer),
             self.mlp_spec(layer),
             norm,
@@ -140,7 +140,7 @@ def layer_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     return (*windows[:-1], None)
 
 
-def full_attention_head_sizes(
+def read_global_kv_heads_and_head_dim(
     raw: RawConfig, windows: tuple[int | None, ...], own: tuple[int, int]
 ) -> tuple[int, int]:
     """KV heads and channels of a head in layers with full attention.
@@ -166,7 +166,7 @@ def full_attention_head_sizes(
         return kv_heads, dim
     report_ineffective_keys(raw, "global_head_dim")
     sizes = [
-        _layer_kv_head_sizes(
+        _layer_kv_heads_and_head_dim(
             overrides, layer, {"num_key_value_heads": kv_heads, "head_dim": head_dim}
         )
         for layer in range(len(windows))
@@ -189,7 +189,9 @@ def report_ineffective_keys(raw: RawConfig, *keys: str) -> None:
         raw.mark_unread({key: raw[key] for key in keys if raw.get(key) is not None})
 
 
-def _layer_kv_head_sizes(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int, int]:
+def _layer_kv_heads_and_head_dim(
+    overrides: Any, layer: int, own: Mapping[str, int]
+) -> tuple[int, int]:
     """KV heads and channels of a head of one layer."""
     every = config_object("per_layer_config", overrides)
     sizes = config_object(f"per_layer_config.{layer}", every.get(str(layer)))
@@ -247,10 +249,11 @@ def layer_type_rope(
     rope_type = own.get("rope_type", "default")
     if rope_type == PROPORTIONAL_ROPE_TYPE:
         return _proportional_rope(raw, layer_type, own, head_dim, positions)
-    if rope_type not in OTHER_ROPE_TYPES:
+    if rope_type not in LENGTH_INDEPENDENT_ROPE_TYPES:
+        supported = ", ".join((PROPORTIONAL_ROPE_TYPE, *LENGTH_INDEPENDENT_ROPE_TYPES))
         raise CheckpointError(
             f"config.json: rope_parameters.{layer_type}: rope_type={quote(rope_type, 60)} is not "
-            f"supported (supported: {', '.join((PROPORTIONAL_ROPE_TYPE, *OTHER_ROPE_TYPES))})"
+            f"supported (supported: {supported})"
         )
     _llama_common.require_layer_rope_thetas(every)
     _llama_common.check_layer_rope_scaling(raw, layer_type, own)

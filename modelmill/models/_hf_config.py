@@ -24,7 +24,7 @@ def positive_int(
     raw: RawConfig, *keys: str, default: int | None = None, max_value: int = MAX_CONFIG_INTEGER
 ) -> int:
     """The first of ``keys`` that is set, as an integer between 1 and ``max_value``."""
-    value = first_value(raw, keys, default)
+    value = require_consistent_alias_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max_value:
         raise CheckpointError(
             f"config.json: {first_set_key(raw, keys)} must be an integer between 1 and {max_value}"
@@ -45,7 +45,7 @@ def num_layers(raw: RawConfig, *keys: str) -> int:
 
 def non_negative_float(raw: RawConfig, *keys: str, default: float | None = None) -> float:
     """The first of ``keys`` that is set, as a number from 0 up."""
-    value = first_value(raw, keys, default)
+    value = require_consistent_alias_value(raw, keys, default)
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
@@ -90,7 +90,7 @@ def default_head_dim(hidden: int, heads: int) -> int:
     return exact_quotient("hidden_size", hidden, "num_attention_heads", heads)
 
 
-def refuse_custom_head_dim(raw: RawConfig, hidden: int, heads: int) -> dict[str, Any]:
+def checked_default_head_dim_override(raw: RawConfig, hidden: int, heads: int) -> dict[str, Any]:
     """The override of a family whose heads always are ``hidden / heads`` channels wide.
 
     Raises:
@@ -321,7 +321,7 @@ def rope_spec(
     if scaling_type in ("llama3", "longrope") and scaling.get(ORIGINAL_MAX_POSITION_KEY) is None:
         scaling[ORIGINAL_MAX_POSITION_KEY] = max_positions
     needed, optional = ROPE_SCALING_KEYS[scaling_type]
-    _check_numbers(name, scaling, needed, optional)
+    _check_rope_scaling_numbers(name, scaling, needed, optional)
     if scaling_type == "yarn":
         read_boolean(scaling, "truncate", True)
         fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
@@ -369,7 +369,7 @@ def _rotated_channels(
     return dim
 
 
-def _check_numbers(
+def _check_rope_scaling_numbers(
     name: str, scaling: Mapping[str, Any], needed: tuple[str, ...], optional: tuple[str, ...]
 ) -> None:
     """Check the numbers of a rope scaling; ``name`` is its key in the config."""
@@ -424,7 +424,7 @@ def scaled_rope_max_len(spec: RopeSpec, max_positions: int) -> int:
     return max_positions
 
 
-def first_value(raw: RawConfig, keys: tuple[str, ...], default: Any) -> Any:
+def require_consistent_alias_value(raw: RawConfig, keys: tuple[str, ...], default: Any) -> Any:
     """The value of keys that mean the same.
 
     Raises CheckpointError where two of them contradict each other.

@@ -196,7 +196,9 @@ def windows_with_full_every_nth_layer(
     return tuple(size if (i + 1) % every else None for i in range(layers))
 
 
-def windows_except_every_nth(every: int, raw: RawConfig, layers: int) -> tuple[int | None, ...]:
+def windows_with_full_first_of_every_n(
+    every: int, raw: RawConfig, layers: int
+) -> tuple[int | None, ...]:
     """Per layer the window or None, of families with full attention in layers 0, n, 2n, ….
 
     A ``sliding_window`` of null means full attention in all layers.
@@ -218,7 +220,7 @@ def windows_except_every_nth(every: int, raw: RawConfig, layers: int) -> tuple[i
     return tuple(size if each else None for each in slides)
 
 
-def configs_by_layer_type_rope(
+def full_and_local_rope_configs(
     raw: RawConfig, theta: float, local_theta: float | None = None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The config with the rotation of full attention, and with that of layers with a window.

@@ -42,7 +42,7 @@ def conv_width(raw: RawConfig, key: str, *, default: int = 4) -> int:
     return width
 
 
-def read_mamba_head_sizes(
+def read_mamba_heads_dim_and_groups(
     raw: RawConfig,
     inner: int,
     keys: tuple[str, str, str],
@@ -93,7 +93,7 @@ def hybrid_mamba_spec(
     """
     expanded = config.hidden * positive_int(raw, "mamba_expand", default=2)
     keys = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups")
-    heads, dim, groups = read_mamba_head_sizes(
+    heads, dim, groups = read_mamba_heads_dim_and_groups(
         raw, expanded if inner is None else inner, keys, groups=1, inner_name=inner_name
     )
     return Mamba2Spec(

@@ -84,7 +84,7 @@ def softmax_router_config(
     """
     key = next((key for key in keys if raw.get(key) is not None), keys[0])
     count = positive_int(raw, key, default=experts, max_value=MAX_EXPERTS)
-    _refuse_other_counts(raw, key, count)
+    _refuse_conflicting_expert_counts(raw, key, count)
     chosen = positive_int(raw, "num_experts_per_tok", default=top_k, max_value=MAX_EXPERTS)
     if chosen > count:
         raise CheckpointError(
@@ -94,7 +94,7 @@ def softmax_router_config(
     return RouterConfig(count, chosen, renormalize=renormalize)
 
 
-def _refuse_other_counts(raw: RawConfig, key: str, count: int) -> None:
+def _refuse_conflicting_expert_counts(raw: RawConfig, key: str, count: int) -> None:
     """Refuse another number of experts under a key that the family does not read.
 
     Args:
@@ -131,7 +131,7 @@ def group_limited_router(raw: RawConfig, defaults: RouterConfig) -> RouterConfig
         CheckpointError: for groups that do not divide the experts, or have too few of them.
     """
     count = positive_int(raw, "n_routed_experts", default=defaults.experts, max_value=MAX_EXPERTS)
-    _refuse_other_counts(raw, "n_routed_experts", count)
+    _refuse_conflicting_expert_counts(raw, "n_routed_experts", count)
     chosen = positive_int(raw, "num_experts_per_tok", default=defaults.top_k, max_value=MAX_EXPERTS)
     parts = positive_int(raw, "n_group", default=defaults.groups, max_value=MAX_EXPERTS)
     chosen_parts = positive_int(

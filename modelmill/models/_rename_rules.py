@@ -219,7 +219,7 @@ class CheckpointLayout:
             out.append(Rule("head.weight", (f"{self.head}.weight",), how))
         if config.head_bias:
             out.append(Rule("head.bias", (f"{self.head}.bias",)))
-        steps = self._row_rename_steps(config)
+        steps = self._rename_steps_by_module(config)
         for i in range(config.layers):
             places = f"layers.{i}", f"{self.layers}.{i}"
             out += layer_rename_rules(
@@ -243,7 +243,7 @@ class CheckpointLayout:
             unused.append(rf"{re.escape(self.layers)}\.{config.layers}\..*")
         return tuple(unused)
 
-    def _row_rename_steps(self, config: DecoderConfig) -> dict[str, str]:
+    def _rename_steps_by_module(self, config: DecoderConfig) -> dict[str, str]:
         """The steps that order the rows of q, k and v."""
         steps = []
         heads, dim = config.heads + config.kv_heads, config.head_dim
@@ -261,10 +261,10 @@ class CheckpointLayout:
         if gated_queries:
             out["attn.gate_proj"] = f"gates:{config.heads}/{dim}"
         if config.recurrence is not None:
-            out |= config.recurrence.row_rename_steps(by_key_head=self.grouped_state)
+            out |= config.recurrence.row_reorder_steps(by_key_head=self.grouped_state)
         if config.parallel_recurrence is not None:
-            row_rename_steps = config.parallel_recurrence.row_rename_steps()
-            out |= {attn_to_mamba_path(path): step for path, step in row_rename_steps.items()}
+            row_reorder_steps = config.parallel_recurrence.row_reorder_steps()
+            out |= {attn_to_mamba_path(path): step for path, step in row_reorder_steps.items()}
         if self.experts_stacked and config.moe is not None:
             step = f"expert:*/{config.moe.router.experts}"
             out |= dict.fromkeys(

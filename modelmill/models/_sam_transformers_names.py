@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from modelmill.models._rename_rules import SourceTensors
 
-ENCODER_LAYERS = "vision_encoder.layers"
+ENCODER_LAYERS_PATH = "vision_encoder.layers"
 BLOCK_NAMES = {"norm1": ("layer_norm1",), "norm2": ("layer_norm2",)}
 """Modules inside a block of the image encoder."""
 

@@ -19,7 +19,7 @@ from modelmill.nn.vit import VitBlock, VitBranch, VitMLP, patchify, run_blocks, 
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
 
-REFERENCE_ACTIVATION_NAMES = {
+REFERENCE_MODULE_NAMES = {
     "norm1": "norm1",
     "attn.qkv": "attn.qkv",
     "attn.proj": "attn.proj",
@@ -66,7 +66,7 @@ class SamVitSpec:
     def block_spec(self) -> LayerSpec:
         """What a block is made of."""
         return vit_block_spec(
-            self.width, self.inner, MLP_LINEAR_NAMES, REFERENCE_ACTIVATION_NAMES, REL_POS_TENSORS
+            self.width, self.inner, MLP_LINEAR_NAMES, REFERENCE_MODULE_NAMES, REL_POS_TENSORS
         )
 
 

@@ -13,7 +13,7 @@ from modelmill.core.read_tracking_config import (
 )
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import positive_int, read_boolean
-from modelmill.models._llama_common import ConfigDefaults, windows_except_every_nth
+from modelmill.models._llama_common import ConfigDefaults, windows_with_full_first_of_every_n
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 Model = Decoder
@@ -39,5 +39,6 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
     positive_int(raw, "sliding_window")  # the class has no null
     return replace(
-        config, windows=windows_except_every_nth(FULL_ATTENTION_INTERVAL, raw, config.layers)
+        config,
+        windows=windows_with_full_first_of_every_n(FULL_ATTENTION_INTERVAL, raw, config.layers),
     )

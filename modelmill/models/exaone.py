@@ -7,10 +7,10 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     attention_and_mlp_bias_fields,
     first_set_key,
-    first_value,
     non_negative_float,
     num_layers,
     read_activation,
+    require_consistent_alias_value,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._rename_rules import IGNORED_BUFFERS, CheckpointLayout
@@ -42,7 +42,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         "num_hidden_layers": num_layers(raw, "num_layers", "num_hidden_layers"),
         "rms_norm_eps": non_negative_float(raw, "layer_norm_epsilon", "rms_norm_eps", default=1e-5),
     }
-    first_value(raw, ACTIVATION_KEYS, "silu")
+    require_consistent_alias_value(raw, ACTIVATION_KEYS, "silu")
     config = _llama_common.config_from_hf(
         with_config_overrides(raw, renamed),
         ConfigDefaults(kv_heads=8, positions=4096, theta=500000.0),

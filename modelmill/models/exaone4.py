@@ -7,12 +7,12 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._rename_rules import CheckpointLayout
-from modelmill.models.olmo2 import POST_NORM_NAMES
+from modelmill.models.olmo2 import POST_NORM_CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 
 Model = Decoder
-CHECKPOINT_LAYOUT = CheckpointLayout(POST_NORM_NAMES)
+CHECKPOINT_LAYOUT = CheckpointLayout(POST_NORM_CHECKPOINT_NAMES)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -39,7 +39,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         "num_hidden_layers": positive_int(raw, "num_hidden_layers", "n_layer"),
         "num_key_value_heads": 1 if one_head else stored if new else heads,
         "intermediate_size": positive_int(raw, "ffn_hidden_size", default=4 * hidden),
-        **_hf_config.refuse_custom_head_dim(raw, hidden, heads),
+        **_hf_config.checked_default_head_dim_override(raw, hidden, heads),
     }
     config = _llama_common.config_from_hf(
         with_config_overrides(raw, sizes),

@@ -10,7 +10,7 @@ from modelmill.models._hf_config import attention_bias_fields, non_negative_floa
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._moe_config import EXPERT_NAMES, norm_topk_router
 from modelmill.models._rename_rules import CheckpointLayout
-from modelmill.models.olmo2 import POST_NORM_NAMES
+from modelmill.models.olmo2 import POST_NORM_CHECKPOINT_NAMES
 from modelmill.models.olmoe import QK_NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -19,7 +19,9 @@ from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
-CHECKPOINT_LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES})
+CHECKPOINT_LAYOUT = CheckpointLayout(
+    {**POST_NORM_CHECKPOINT_NAMES, **QK_NORM_NAMES, **EXPERT_NAMES}
+)
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

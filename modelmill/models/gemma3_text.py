@@ -24,7 +24,7 @@ Model = Decoder
 CHECKPOINT_LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **gemma2.GEMMA2_NORM_NAMES}, norms_less_one=True
 )
-MAX_POSITIONS = 131072
+DEFAULT_MAX_POSITIONS = 131072
 UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
 
 
@@ -33,11 +33,11 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     below = {"num_key_value_heads": 4, "head_dim": 256}
     raw = with_config_defaults(raw, below)
     local = positive_float(raw, "rope_local_base_freq", default=10000.0)
-    full, local_raw = _llama_common.configs_by_layer_type_rope(raw, 1000000.0, local)
+    full, local_raw = _llama_common.full_and_local_rope_configs(raw, 1000000.0, local)
     layers = num_layers(raw, "num_hidden_layers")
     windows = _llama_common.windows_with_full_every_nth_layer(raw, layers, 6, has_pattern=True)
     # the length behind the scaling, which is by 8 from 4B on
-    length = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
+    length = positive_int(raw, "max_position_embeddings", default=DEFAULT_MAX_POSITIONS)
     config = replace(_decoder_config_with_one_rope(full, raw), max_len=length)
     return replace(
         config, windows=windows, local_rope=_decoder_config_with_one_rope(local_raw, raw).rope
@@ -48,7 +48,7 @@ def _decoder_config_with_one_rope(rotated: RawConfig, raw: RawConfig) -> Decoder
     """The config with one of the two rotations."""
     return _llama_common.config_from_hf(
         rotated,
-        ConfigDefaults(positions=MAX_POSITIONS, tied=True),
+        ConfigDefaults(positions=DEFAULT_MAX_POSITIONS, tied=True),
         qk_norm=True,
         **gemma2.shared_gemma_fields(raw),
         logit_softcap=optional_positive_float(raw, "final_logit_softcapping"),

@@ -58,12 +58,12 @@ SCALE_SOURCES = {
     "experts.moe.routing.expert_scale": SourceTensors(("router.per_expert_scale",)),
 }
 CHECKPOINT_LAYOUT = CheckpointLayout(CHECKPOINT_LAYER_NAMES, tensors=SCALE_SOURCES)
-LAYER_INPUT_NAMES = {
+PER_LAYER_INPUT_TENSOR_NAMES = {
     "table": "embed_tokens_per_layer",
     "projection": "per_layer_model_projection",
     "norm": "per_layer_projection_norm",
 }
-MAX_POSITIONS = 131072
+DEFAULT_MAX_POSITIONS = 131072
 # of images alone: text is causal
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, "vision"), "rope_scaling": ({},),
@@ -79,7 +79,7 @@ def config_from_hf(raw: RawConfig) -> Gemma4Config:
     raw = with_config_defaults(raw, DEFAULT_SIZES)
     layers, hidden = num_layers(raw, "num_hidden_layers"), positive_int(raw, "hidden_size")
     windows = _gemma4_config.layer_windows(raw, layers)
-    positions = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
+    positions = positive_int(raw, "max_position_embeddings", default=DEFAULT_MAX_POSITIONS)
     # rotations are read by layer type below
     plain = with_config_overrides(
         raw, dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"))
@@ -87,12 +87,14 @@ def config_from_hf(raw: RawConfig) -> Gemma4Config:
     act = read_activation(raw, "hidden_activation", "gelu_pytorch_tanh")
     common = _llama_common.config_from_hf(
         plain,
-        ConfigDefaults(positions=MAX_POSITIONS, tied=True),
+        ConfigDefaults(positions=DEFAULT_MAX_POSITIONS, tied=True),
         activation=act,
         **attention_bias_fields(raw),
     )
     own = common.kv_heads, common.head_dim
-    full_kv_heads, full_head_dim = _gemma4_config.full_attention_head_sizes(raw, windows, own)
+    full_kv_heads, full_head_dim = _gemma4_config.read_global_kv_heads_and_head_dim(
+        raw, windows, own
+    )
     _gemma4_config.check_full_attention_heads(common.heads, full_kv_heads, full_head_dim, own[1])
     shared = {each.name: getattr(common, each.name) for each in fields(common)}
     rope = _gemma4_config.layer_type_rope(
@@ -123,7 +125,7 @@ def rename_rules(config: Gemma4Config) -> list[Rule]:
     if config.inputs is not None:
         out += [
             Rule(f"layer_inputs.{name}.weight", (f"model.{source}.weight",))
-            for name, source in LAYER_INPUT_NAMES.items()
+            for name, source in PER_LAYER_INPUT_TENSOR_NAMES.items()
         ]
     keys = {
         f"layers.{layer}.attn.qkv_proj.{leaf}": layer

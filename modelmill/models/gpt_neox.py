@@ -6,9 +6,9 @@ from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     attention_bias_fields,
+    checked_default_head_dim_override,
     positive_int,
     read_boolean,
-    refuse_custom_head_dim,
 )
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._megatron_names import layer_checkpoint_names
@@ -32,7 +32,7 @@ CHECKPOINT_LAYOUT = CheckpointLayout(
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; its own names of the rotation's base and share are read, too."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    sizes = {**refuse_custom_head_dim(raw, hidden, heads), "num_key_value_heads": None}
+    sizes = {**checked_default_head_dim_override(raw, hidden, heads), "num_key_value_heads": None}
     raw = with_config_overrides(raw, sizes)
     parallel = read_boolean(raw, "use_parallel_residual", True)
     return _llama_common.config_from_hf(

@@ -21,7 +21,7 @@ from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
-from modelmill.ops.fused_moe import SwigluClamp
+from modelmill.ops.fused_moe import SwigluOaiParams
 
 Model = Decoder
 CHECKPOINT_LAYOUT = CheckpointLayout(
@@ -57,7 +57,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
     # a softmax over the chosen experts' logits
     router = replace(softmax_router_config(raw, experts=128, top_k=4, renormalize=True), bias=True)
-    clamp = SwigluClamp(
+    clamp = SwigluOaiParams(
         positive_float(raw, "swiglu_alpha", default=1.702),
         positive_float(raw, "swiglu_limit", default=7.0),
     )

@@ -14,7 +14,7 @@ from modelmill.core.read_tracking_config import (
 )
 from modelmill.models import granite
 from modelmill.models._hf_config import config_object, num_layers, read_per_layer_list
-from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_except_every_nth
+from modelmill.models._llama_common import CHECKPOINT_NAMES, windows_with_full_first_of_every_n
 from modelmill.models._rename_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -34,7 +34,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
         with_config_defaults(raw, CONFIG_DEFAULTS),
         num_layers(raw, "num_hidden_layers"),
     )
-    windows = windows_except_every_nth(FULL_ATTENTION_INTERVAL, raw, layers)
+    windows = windows_with_full_first_of_every_n(FULL_ATTENTION_INTERVAL, raw, layers)
     # without the list all layers rotate
     bases = (
         read_per_layer_list(raw, "layer_rope_theta", layers, _is_rope_theta, "bases, or 0,") or []

@@ -15,7 +15,7 @@ from modelmill.models._hf_config import (
 from modelmill.models._mamba_config import (
     MAMBA_CHECKPOINT_NAMES,
     conv_width,
-    read_mamba_head_sizes,
+    read_mamba_heads_dim_and_groups,
     time_step_limit,
 )
 from modelmill.models._rename_rules import CheckpointLayout
@@ -48,7 +48,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     require_supported_value(raw, "rms_norm", (True,), True)
     hidden, expand = positive_int(raw, "hidden_size"), positive_int(raw, "expand", default=2)
     raw = with_config_defaults(raw, {"head_dim": 64})
-    heads, dim, groups = read_mamba_head_sizes(
+    heads, dim, groups = read_mamba_heads_dim_and_groups(
         raw, expand * hidden, ("num_heads", "head_dim", "n_groups"), groups=8
     )
     eps = non_negative_float(raw, "layer_norm_epsilon", default=1e-5)

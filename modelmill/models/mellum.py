@@ -44,7 +44,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
             **attention_bias_fields(raw),
             qk_norm=True,
         )
-        for each in _llama_common.configs_by_layer_type_rope(
+        for each in _llama_common.full_and_local_rope_configs(
             raw, DEFAULT_ROPE_THETA, DEFAULT_WINDOW_ROPE_THETA
         )
     )

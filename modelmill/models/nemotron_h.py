@@ -17,7 +17,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.one_branch_layer import OneBranchLayer
 
-MLP_SOURCES = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
+MLP_CHECKPOINT_PATHS = {"mlp": "mixer", "mlp.experts.*": "mixer.experts.*",
                SHARED_EXPERT_PATH: "mixer.shared_experts"}  # fmt: skip
 Model = Decoder
 CHECKPOINT_LAYOUT = CheckpointLayout(
@@ -28,8 +28,10 @@ CHECKPOINT_LAYOUT = CheckpointLayout(
         "attn.qkv_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
         "attn.o_proj": ("mixer.o_proj",),
         "mlp.router": ("mixer.gate",),
-        **{f"{ours}.fc_proj": (f"{theirs}.up_proj",) for ours, theirs in MLP_SOURCES.items()},
-        **{f"{ours}.down_proj": (f"{theirs}.down_proj",) for ours, theirs in MLP_SOURCES.items()},
+        **{f"{key}.fc_proj": (f"{path}.up_proj",) for key, path in MLP_CHECKPOINT_PATHS.items()},
+        **{
+            f"{key}.down_proj": (f"{path}.down_proj",) for key, path in MLP_CHECKPOINT_PATHS.items()
+        },
     },
     layers="backbone.layers",
     embed="backbone.embeddings",

@@ -12,13 +12,13 @@ from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import ALL_HEADS_RMS_NORM, QKNormConfig
 
 Model = Decoder
-POST_NORM_NAMES = {
+POST_NORM_CHECKPOINT_NAMES = {
     **CHECKPOINT_NAMES,
     "attn_post": ("post_attention_layernorm",),
     "mlp_post": ("post_feedforward_layernorm",),
 }
 CHECKPOINT_LAYOUT = CheckpointLayout(
-    {**POST_NORM_NAMES, "attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
+    {**POST_NORM_CHECKPOINT_NAMES, "attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
 )
 
 

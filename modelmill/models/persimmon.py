@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import ALL_BIASES_ENABLED, positive_int, refuse_custom_head_dim
+from modelmill.models._hf_config import (
+    ALL_BIASES_ENABLED,
+    checked_default_head_dim_override,
+    positive_int,
+)
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.models._rename_rules import CheckpointLayout
@@ -25,7 +29,7 @@ CHECKPOINT_LAYOUT = CheckpointLayout(
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in PersimmonConfig."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    sizes = {**refuse_custom_head_dim(raw, hidden, heads), "num_key_value_heads": None}
+    sizes = {**checked_default_head_dim_override(raw, hidden, heads), "num_key_value_heads": None}
     return _llama_common.config_from_hf(
         with_config_overrides(raw, sizes),
         ConfigDefaults(positions=16384, activation="relu2"),

@@ -7,9 +7,9 @@ from dataclasses import replace
 from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
-    GATED_ATTENTION_VALUES,
+    GATED_ATTENTION_SUPPORTED_VALUES,
+    QWEN35_DELTA_NET_NAMES,
     QWEN35_INEFFECTIVE_KEYS,
-    UNGROUPED_NAMES,
 )
 from modelmill.models._hf_config import positive_int
 from modelmill.models._moe_config import (
@@ -24,10 +24,10 @@ from modelmill.nn.moe_spec import MoESpec
 Model = Decoder
 CHECKPOINT_LAYOUT = replace(
     _delta_net_config.CHECKPOINT_LAYOUT,
-    names={**UNGROUPED_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES},
+    names={**QWEN35_DELTA_NET_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES},
 )
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
-SUPPORTED_VALUES = GATED_ATTENTION_VALUES
+SUPPORTED_VALUES = GATED_ATTENTION_SUPPORTED_VALUES
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -192,7 +192,7 @@ def rename_rules(config: SamConfig) -> list[Rule]:
             model, (stack.path,), names.TRANSFORMERS_NAMES, names.TRANSFORMERS_SOURCES
         )
         out += layer_stack_rename_rules(
-            specs, names.BLOCK_NAMES, names.ENCODER_LAYERS, target=stack.path
+            specs, names.BLOCK_NAMES, names.ENCODER_LAYERS_PATH, target=stack.path
         )
     elif isinstance(config.encoder, TinyVitSpec):
         out = rename_rules_outside_layers(model, (stack.path,), {}, PATCH_EMBED_SOURCES)

@@ -11,7 +11,7 @@ from modelmill.core.read_tracking_config import (
     with_config_overrides,
 )
 from modelmill.models import _deepseek_common, _sarvam_config
-from modelmill.models._deepseek_common import SIGMOID_ROUTER_SETTINGS, decoder_config
+from modelmill.models._deepseek_common import SIGMOID_ROUTER_SUPPORTED_VALUES, decoder_config
 from modelmill.models._hf_config import read_boolean
 from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -21,8 +21,10 @@ Model = Decoder
 CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 # latent vectors have norms whatever use_qk_norm says, and no head has one
 SUPPORTED_VALUES = {
-    **_sarvam_config.SUPPORTED_VALUES, **SIGMOID_ROUTER_SETTINGS, "use_qk_norm": (True, False),
-}  # fmt: skip
+    **_sarvam_config.SUPPORTED_VALUES,
+    **SIGMOID_ROUTER_SUPPORTED_VALUES,
+    "use_qk_norm": (True, False),
+}
 # a query's size follows from others
 UNUSED_CONFIG_KEYS = (
     *_deepseek_common.UNUSED_CONFIG_KEYS,
@@ -40,7 +42,7 @@ DEEPSEEK_YARN = "deepseek_yarn"
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SarvamMLAConfig."""
-    raw = with_config_defaults(_with_yarn(raw), {"q_lora_rank": None})
+    raw = with_config_defaults(_with_standard_yarn_name(raw), {"q_lora_rank": None})
     raw = _sarvam_config.with_expert_counts(raw, 128)
     return decoder_config(
         raw,
@@ -51,7 +53,7 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     )
 
 
-def _with_yarn(raw: RawConfig) -> RawConfig:
+def _with_standard_yarn_name(raw: RawConfig) -> RawConfig:
     """The config with YaRN under its usual name; published files call it deepseek_yarn."""
     scaling: Any = raw.get("rope_scaling")
     if not isinstance(scaling, Mapping):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _moe_config, _sarvam_config, glm4_moe
-from modelmill.models._hf_config import first_set_key, first_value, read_boolean
+from modelmill.models._hf_config import first_set_key, read_boolean, require_consistent_alias_value
 from modelmill.models._llama_common import ConfigDefaults
 from modelmill.models._rename_rules import SourceTensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -35,7 +35,7 @@ CONFIG_DEFAULTS = ConfigDefaults(kv_heads=4, head_dim=64, positions=131072, thet
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SarvamMoEConfig."""
-    first_value(raw, BIAS_KEYS, False)
+    require_consistent_alias_value(raw, BIAS_KEYS, False)
     bias = read_boolean(raw, first_set_key(raw, BIAS_KEYS), False)
     raw = _sarvam_config.with_expert_counts(raw, 128)
     return glm4_moe.decoder_config(

@@ -6,10 +6,10 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
+    checked_default_head_dim_override,
     non_negative_float,
     positive_int,
     read_boolean,
-    refuse_custom_head_dim,
 )
 from modelmill.models._llama_common import CHECKPOINT_NAMES, ConfigDefaults
 from modelmill.models._rename_rules import CheckpointLayout
@@ -28,7 +28,9 @@ def config_from_hf(raw: RawConfig) -> DecoderConfig:
     normed, parallel = read_boolean(raw, "qk_layernorm", False), "use_parallel_residual"
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     raw = with_config_defaults(
-        raw, {"num_key_value_heads": 32}, overrides=refuse_custom_head_dim(raw, hidden, heads)
+        raw,
+        {"num_key_value_heads": 32},
+        overrides=checked_default_head_dim_override(raw, hidden, heads),
     )
     return _llama_common.config_from_hf(
         raw,

@@ -14,7 +14,7 @@ from modelmill.nn.moe import RouterConfig
 Model = Decoder
 CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "embedding_initializer_range")
-DENSE_MODEL_DEFAULTS = {
+PLACEHOLDER_MOE_SIZES = {
     "moe_intermediate_size": 1,
     "n_shared_experts": 1,
     "first_k_dense_replace": 0,
@@ -24,10 +24,10 @@ DENSE_MODEL_DEFAULTS = {
 def config_from_hf(raw: RawConfig) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in YoutuConfig."""
     config = decoder_config(
-        with_config_defaults(raw, {"tie_word_embeddings": True}, overrides=DENSE_MODEL_DEFAULTS),
+        with_config_defaults(raw, {"tie_word_embeddings": True}, overrides=PLACEHOLDER_MOE_SIZES),
         RouterConfig(1, 1),
         positions=131072,
         neighbours=read_boolean(raw, "rope_interleave", True),
-        defaults=DENSE_MODEL_DEFAULTS,
+        defaults=PLACEHOLDER_MOE_SIZES,
     )
     return replace(config, moe=None)

@@ -14,11 +14,11 @@ from modelmill.nn.attention_module_specs import (
     o_proj_spec,
 )
 from modelmill.nn.layer_spec import (
-    ROPE_VALUE,
+    ROPE_VALUE_NAME,
+    LinearRowBlock,
     ModuleSpec,
     QuantSiteSpec,
     RopeCacheSpec,
-    RowPart,
     ScaleFoldRows,
 )
 from modelmill.nn.linear import Linear
@@ -153,7 +153,10 @@ class AttentionSpec:
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        rows: tuple[RowPart, ...] = (RowPart("q", q, "q_heads"), RowPart("k", kv, "kv_heads"))
+        rows: tuple[LinearRowBlock, ...] = (
+            LinearRowBlock("q", q, "q_heads"),
+            LinearRowBlock("k", kv, "kv_heads"),
+        )
         normed = self.qkv_norm is not None or self.value_norm is not None
         clipped = self.qkv_clip is not None
         steps = [self.qkv_norm or self.qkv_clip, self.value_norm, self.rotates_first or None]
@@ -165,7 +168,7 @@ class AttentionSpec:
         changes = self.rotates or self.qk_norm or self.qkv_norm is not None
         keys = "k_rot" if changes else "k_clipped" if clipped else "k"
         values = "v_clipped" if clipped else "v" if self.value_norm is None else "v_normed"
-        rows += () if self.values_are_keys else (RowPart("v", kv, "kv_heads"),)
+        rows += () if self.values_are_keys else (LinearRowBlock("v", kv, "kv_heads"),)
         return (
             input_projection_spec("qkv_proj", "qkv", rows, bias=self.qkv_bias),
             *(output_gate_projection_specs(self) if self.gated else ()),
@@ -175,7 +178,7 @@ class AttentionSpec:
             *((QK_ROPE_SPEC,) if self.rotates_first else ()),
             RopeCacheSpec(
                 path="attn.rope_cache",
-                reads=("qkv_rotated" if self.rotates_first else source, ROPE_VALUE),
+                reads=("qkv_rotated" if self.rotates_first else source, ROPE_VALUE_NAME),
                 writes=("q",),
                 reference=("q_rot" if changes else "q_clipped" if clipped else "q",),
                 cache_reference=(keys, values),
@@ -199,7 +202,9 @@ class AttentionSpec:
 
 def output_gate_projection_specs(spec: AttentionSpec) -> tuple[ModuleSpec, ...]:
     """The projection to the gates of an attention's output."""
-    rows = RowPart("attn_gate", spec.gate_width, "head_gates" if spec.head_gates else "q_heads")
+    rows = LinearRowBlock(
+        "attn_gate", spec.gate_width, "head_gates" if spec.head_gates else "q_heads"
+    )
     return (input_projection_spec("gate_proj", "attn_gate", (rows,), bias=spec.has_gate_bias),)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RowPart, linear_tensor_names
+from modelmill.nn.layer_spec import LinearRowBlock, LinearSpec, ModuleSpec, linear_tensor_names
 
 
 def input_projection_spec(
-    name: str, writes: str, parts: tuple[RowPart, ...], *, bias: bool
+    name: str, writes: str, parts: tuple[LinearRowBlock, ...], *, bias: bool
 ) -> LinearSpec:
     """A projection of the attention's input."""
     return LinearSpec(
@@ -39,7 +39,7 @@ def o_proj_spec(hidden: int, *, reads: str, split_columns: str, bias: bool) -> L
         reads=(reads,),
         writes=("attn_out",),
         site="o",
-        parts=(RowPart("o_proj", hidden),),
+        parts=(LinearRowBlock("o_proj", hidden),),
         split_columns=split_columns,
         tensors=linear_tensor_names(bias),
     )

@@ -7,7 +7,7 @@ from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.embedding_and_head import LMHead, TokenEmbedding
-from modelmill.nn.kv import KVShape
+from modelmill.nn.kv import ModelKVCacheSpec
 from modelmill.nn.step import Step
 
 
@@ -21,7 +21,7 @@ class CausalLM(nn.Module):
         norm: Adds the last branch to the residual and normalises the sum.
     """
 
-    kv: KVShape
+    kv: ModelKVCacheSpec
     embed: TokenEmbedding
     layers: nn.ModuleList
     norm: nn.Module
@@ -42,7 +42,7 @@ class CausalLM(nn.Module):
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
         rope, step = self.compute_rope_cos_sin(step), self.attach_per_layer_inputs(x, step)
-        for layer, layer_step in zip(layers, step.steps_by_layer()):
+        for layer, layer_step in zip(layers, step.iter_layer_steps()):
             x, residual = layer(x, residual, rope, layer_step)
         if step.logit_rows is not None:
             x = x[step.logit_rows]

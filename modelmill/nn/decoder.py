@@ -23,7 +23,12 @@ from modelmill.nn.embedding_and_head import (
     TokenEmbedding,
 )
 from modelmill.nn.latent_attention import LatentAttentionSpec
-from modelmill.nn.layer_parts import AttentionConfig, LayerParts, MixerSpec, RecurrenceConfig
+from modelmill.nn.layer_parts import (
+    AttentionConfig,
+    LayerComponentSpecs,
+    MixerSpec,
+    RecurrenceConfig,
+)
 from modelmill.nn.layer_spec import LayerSpec, RecurrenceSpec, RopeCacheSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
 from modelmill.nn.mamba2 import Mamba2Spec
@@ -179,9 +184,9 @@ class DecoderConfig:
         sizes = self.hidden, self.inner, self.gated, self.activation, self.mlp_bias
         return NormedMLPSpec(*sizes, eps=self.eps) if self.sub_norms else MLPSpec(*sizes)
 
-    def layer_parts(self, layer: int) -> LayerParts:
+    def layer_parts(self, layer: int) -> LayerComponentSpecs:
         """The parts of layer ``layer``."""
-        return LayerParts(
+        return LayerComponentSpecs(
             self.mixer_spec(layer),
             self.mlp_spec(layer),
             self.norm_config,

@@ -19,7 +19,13 @@ from modelmill.nn.attention_module_specs import (
     input_projection_spec,
     o_proj_spec,
 )
-from modelmill.nn.layer_spec import ROPE_VALUE, ModuleSpec, QuantSiteSpec, RopeCacheSpec, RowPart
+from modelmill.nn.layer_spec import (
+    ROPE_VALUE_NAME,
+    LinearRowBlock,
+    ModuleSpec,
+    QuantSiteSpec,
+    RopeCacheSpec,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.step import Step
@@ -81,8 +87,10 @@ class DifferentialAttentionSpec:
         """The modules as a layer's ``attn``; "attn_input" → "attn_out"."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = (
-            RowPart("q", q, "q_heads"), RowPart("k", kv, "kv_heads"), RowPart("v", kv, "kv_heads")
-        )  # fmt: skip
+            LinearRowBlock("q", q, "q_heads"),
+            LinearRowBlock("k", kv, "kv_heads"),
+            LinearRowBlock("v", kv, "kv_heads"),
+        )
         return (
             input_projection_spec("qkv_proj", "qkv", rows, bias=self.bias),
             ModuleSpec(
@@ -90,7 +98,7 @@ class DifferentialAttentionSpec:
                 reference=("q_pairs", "k_pairs", "v_pairs"), arithmetic="residual", op="copy",
             ),
             RopeCacheSpec(
-                path="attn.rope_cache", reads=("qkv_pairs", ROPE_VALUE), writes=("q",),
+                path="attn.rope_cache", reads=("qkv_pairs", ROPE_VALUE_NAME), writes=("q",),
                 reference=("q_rot",), arithmetic="rotary", cache_reference=("k_rot", "v_pairs"),
                 kv_heads=self.paged_attention_spec.kv_heads, head_dim=self.head_dim,
             ),

@@ -25,7 +25,7 @@ from modelmill.ops.fused_moe import (
     RELU2,
     SILU,
     FusedMoEInputs,
-    SwigluClamp,
+    SwigluOaiParams,
 )
 from modelmill.ops.registry import Ops, backend_serves_args
 from modelmill.weights._groupwise import GroupwiseWeight
@@ -45,7 +45,7 @@ DEQUANTIZING_OPS = ("int4_fused_moe", "mxfp4_fused_moe")
 """Write the experts out in 16 bits where they have many tokens."""
 STACKED_TENSORS = ("weight", "scale", "offset")
 """Suffixes of the tensors that a fused MoE op reads."""
-MAX_CPU_TOKENS = 16
+MAX_CPU_FUSED_MOE_TOKENS = 16
 """Tokens of a step up to which the CPU's fused MoE op is used: it multiplies them one by one."""
 
 
@@ -82,7 +82,7 @@ class ExpertActivation(NamedTuple):
     """What stands between the products of an expert, as ``FusedMoEInputs`` has it."""
 
     activation: str
-    clamp: SwigluClamp | None = None
+    clamp: SwigluOaiParams | None = None
 
 
 class StackedExperts:
@@ -128,9 +128,9 @@ class StackedExperts:
         self._group = columns_per_scale(gate_up[0].weight)
         self._weights = [linear.weight for linear in self._linears]
 
-    def has_fused_moe_op(self, x: torch.Tensor, ops: Ops) -> bool:
+    def is_fused_moe_op_usable(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether a backend has the op for x [T, H], and no expert got another weight since."""
-        if x.device.type == "cpu" and not self._has_cpu_kernel(x, ops):
+        if x.device.type == "cpu" and not self._is_cpu_kernel_usable(x, ops):
             return False
         # float16 may not hold the values of MXFP4, which many tokens need in x's dtype
         if ops.backends[self.op] == "torch" or (
@@ -140,14 +140,14 @@ class StackedExperts:
         return self._checked_at == weight_change_counter.count or self._are_weights_unchanged()
 
     def _are_weights_unchanged(self) -> bool:
-        """Whether no expert got another weight; ``has_fused_moe_op`` asks again if one did."""
+        """Whether no expert got another weight; if one did, the fused op is checked again."""
         count = weight_change_counter.count
         same = all(map(is_, self._weights, [linear.weight for linear in self._linears]))
         if same:
             self._checked_at = count
         return same
 
-    def _has_cpu_kernel(self, x: torch.Tensor, ops: Ops) -> bool:
+    def _is_cpu_kernel_usable(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether the C++ kernel serves x; its reference would run every expert."""
         if ops.backends[self.op] != "cpu":
             return True
@@ -158,7 +158,7 @@ class StackedExperts:
                 self.op, "cpu", self._make_op_inputs(x.contiguous(), ids.float(), ids, None)
             )
             self._served_on_cpu[x.dtype] = served
-        return served and x.is_contiguous() and len(x) <= MAX_CPU_TOKENS
+        return served and x.is_contiguous() and len(x) <= MAX_CPU_FUSED_MOE_TOKENS
 
     def run(
         self,
@@ -262,7 +262,7 @@ def stack_weights(
     stacks = {}
     for suffix in (each for each in STACKED_TENSORS if each in linears[0].weight.tensors()):
         parts = [linear.weight.tensors()[suffix] for linear in linears]
-        stack = common_view_base(parts, apart=in_place)
+        stack = as_strided_stack(parts, apart=in_place)
         if stack is None and in_place:
             return None
         if stack is None:
@@ -275,7 +275,7 @@ def stack_weights(
     return stacks
 
 
-def common_view_base(parts: Sequence[torch.Tensor], *, apart: bool = False) -> torch.Tensor | None:
+def as_strided_stack(parts: Sequence[torch.Tensor], *, apart: bool = False) -> torch.Tensor | None:
     """The stack that tensors are the views of, in order; None if they are not.
 
     apart: there may be other data between them, of the same size everywhere.
@@ -294,7 +294,7 @@ def common_view_base(parts: Sequence[torch.Tensor], *, apart: bool = False) -> t
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
-def max_dequantized_bytes_of_layer_experts(model: nn.Module, total_bytes: int) -> int:
+def largest_dequantized_experts_bytes(model: nn.Module, total_bytes: int) -> int:
     """Bytes that a layer's experts may take in 16 bits, once there are many tokens for each.
 
     Args:

@@ -57,7 +57,7 @@ class FusedMoE(nn.Module):
             experts is not None
             and moe.has_all_experts
             and moe.routing.expert_scale is None
-            and experts.has_fused_moe_op(x, ops)
+            and experts.is_fused_moe_op_usable(x, ops)
         )
 
     def forward(
@@ -99,7 +99,7 @@ class FusedMoE(nn.Module):
     ) -> torch.Tensor:
         """shared: the shared expert's output if it is computed already."""
         moe = cast(MoE, self.plain)
-        if self._stacked is not None and self._stacked.has_fused_moe_op(x, step.ops):
+        if self._stacked is not None and self._stacked.is_fused_moe_op_usable(x, step.ops):
             weights, ids = route_tokens(moe, x if router_input is None else router_input, step)
             shared = self._shared_output(x, step) if shared is None else shared
             return self._stacked.run(x, weights, ids, next(iter(shared), None), step.ops)

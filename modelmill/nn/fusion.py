@@ -37,7 +37,7 @@ from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.fused_moe_lm import FusedMoELM, is_moe_layer
 from modelmill.nn.fused_router import FusedNormRouter
-from modelmill.nn.latent_attention import LatentAttention, scale_queries
+from modelmill.nn.latent_attention import LatentAttention, apply_position_query_scale
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
@@ -46,7 +46,7 @@ from modelmill.nn.norm import RMSNorm
 from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_LAYER_OUTPUTS, PreNormLayer
 from modelmill.nn.step import Step
 from modelmill.nn.whole_model_decode import (
-    MAX_FUSED_TOKENS,
+    MAX_WHOLE_MODEL_DECODE_TOKENS,
     CachedDecoderWeights,
     can_decode_whole_model,
     run_whole_model_decode,
@@ -56,7 +56,7 @@ from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 Activation = torch.Tensor | QuantizedInput
-UNFUSED_ATTENTION_MODULE_PATHS = frozenset(
+FUSION_BLOCKING_ATTENTION_MODULES = frozenset(
     {"attn.difference", "attn.output_gate", "attn.out_norm", "attn.rotation"}
 )
 """Modules of attentions that are not fused, beside those with a recurrence."""
@@ -66,10 +66,10 @@ def fuse_model(model: nn.Module) -> nn.Module:
     """The fused tree of a language model whose layers have a fused form; any other as it is.
 
     These are pre-norm layers, those that scale or add branches, and those with experts.
-    Recurrences and attentions with one of ``UNFUSED_ATTENTION_MODULE_PATHS`` are kept plain.
+    Recurrences and attentions with one of ``FUSION_BLOCKING_ATTENTION_MODULES`` are kept plain.
     """
     if isinstance(model, CausalLM) and all(
-        _is_fusable_pre_norm_layer(layer) or _is_pre_norm_with_plain_mixer(layer)
+        _is_fusable_pre_norm_layer(layer) or _is_pre_norm_with_unfused_mixer(layer)
         for layer in model.layers
     ):
         return FusedCausalLM(model)
@@ -80,13 +80,13 @@ def fuse_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_pre_norm_with_plain_mixer(layer: nn.Module) -> bool:
-    """Whether ``FusedLayerWithPlainMixer`` computes a layer: a pre-norm one with another mixer."""
+def _is_pre_norm_with_unfused_mixer(layer: nn.Module) -> bool:
+    """Whether ``FusedLayerWithUnfusedMixer`` computes a layer: pre-norm, with another mixer."""
     return (
         type(layer) is PreNormLayer
         and (
             any(layer.spec.modules_of_type(RecurrenceSpec))
-            or not UNFUSED_ATTENTION_MODULE_PATHS.isdisjoint(layer.spec.modules_by_path)
+            or not FUSION_BLOCKING_ATTENTION_MODULES.isdisjoint(layer.spec.modules_by_path)
         )
         and isinstance(layer.mlp, GatedMLP | MoE)
     )
@@ -112,8 +112,8 @@ class FusedCausalLM(FusedModule):
     def __init__(self, plain: CausalLM) -> None:
         super().__init__(plain)
         self.layers = nn.ModuleList(
-            FusedLayerWithPlainMixer(layer)
-            if _is_pre_norm_with_plain_mixer(layer)
+            FusedLayerWithUnfusedMixer(layer)
+            if _is_pre_norm_with_unfused_mixer(layer)
             else FusedDecoderLayer(layer)
             for layer in plain.layers
         )
@@ -131,7 +131,7 @@ class FusedCausalLM(FusedModule):
             self._stacked_weights is not None
             and step.tp_group.size == 1
             and step.ops.decode is not None
-            and len(x) <= MAX_FUSED_TOKENS
+            and len(x) <= MAX_WHOLE_MODEL_DECODE_TOKENS
             and not step.kv.k_scale
             and not step.layer_steps
         ):
@@ -139,21 +139,23 @@ class FusedCausalLM(FusedModule):
             if stack is not None:
                 logits = run_whole_model_decode(step.ops.decode, stack, x, rope, step)
                 return self.plain.head.scale_and_softcap_logits(logits)
-        return self.plain.head(self._run_layers(x, rope, step), step)
+        return self.plain.head(self._run_layers_and_final_norm(x, rope, step), step)
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
-        return self._run_layers(
+        return self._run_layers_and_final_norm(
             self.plain.embed(step.ids, step), self.plain.compute_rope_cos_sin(step), step
         )
 
-    def _run_layers(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
+    def _run_layers_and_final_norm(
+        self, x: torch.Tensor, rope: RopeCosSin, step: Step
+    ) -> torch.Tensor:
         """Embeddings [T, H] through all layers and the last norm, [R, H]."""
         branch: torch.Tensor | None = x
         residual: torch.Tensor | None = None
         step = self.plain.attach_per_layer_inputs(x, step)
         *layers, last_layer = self.layers
-        *steps, last_step = islice(step.steps_by_layer(), len(self.layers))
+        *steps, last_step = islice(step.iter_layer_steps(), len(self.layers))
         for layer, layer_step in zip(layers, steps, strict=True):
             branch, residual = layer(branch, residual, rope, layer_step)
         logit_step = last_step.step_of_logit_rows()
@@ -232,7 +234,7 @@ class FusedDecoderLayer(FusedPreNormLayer):
         return self.attn(normed, residual, rope, step, logit_step), residual
 
 
-class FusedLayerWithPlainMixer(FusedPreNormLayer):
+class FusedLayerWithUnfusedMixer(FusedPreNormLayer):
     """A pre-norm layer whose mixer is plain."""
 
     def __init__(self, plain: nn.Module) -> None:
@@ -301,7 +303,7 @@ class FusedMixer(FusedModule):
         super().__init__(plain)
         self.adds_residual = adds_residual
 
-    def _project_output(
+    def _project_or_add_to_residual(
         self, out: torch.Tensor, residual: torch.Tensor, step: Step
     ) -> torch.Tensor | None:
         """The output projection of out; None: added to residual."""
@@ -331,7 +333,7 @@ class FusedAttention(FusedMixer):
             q = attn.rope_cache(attn.qkv_proj(x, step), rope, step)
         if logit_step is not None:
             q, step = q[step.logit_rows], logit_step
-        return self._project_output(attn.core(q, step), residual, step)
+        return self._project_or_add_to_residual(attn.core(q, step), residual, step)
 
 
 class FusedLatentAttention(FusedMixer):
@@ -357,12 +359,12 @@ class FusedLatentAttention(FusedMixer):
         if rotated is None:
             rotated = attn.rope_cache(q, attn.kv_a_norm(latent, step), rope, step)
         else:
-            rotated = scale_queries(rotated, rope)
+            rotated = apply_position_query_scale(rotated, rope)
         # of every row: prompts are expanded whole
         out = attn.core(rotated, step)
         if logit_step is not None:
             out, step = out[step.logit_rows], logit_step
-        return self._project_output(out, residual, step)
+        return self._project_or_add_to_residual(out, residual, step)
 
 
 class FusedGatedMLP(FusedModule):

@@ -15,7 +15,7 @@ from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.head_recurrence import HeadRecurrenceSpec, PerHeadProjection, PerHeadRecurrence
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RecurrenceSpec, RowPart
+from modelmill.nn.layer_spec import LinearRowBlock, LinearSpec, ModuleSpec, RecurrenceSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.recurrent_mixer import RecurrentMixer
@@ -54,7 +54,7 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
         """The module; ``state_index``: the place of its first state among those of the model."""
         return GatedDeltaNet(self, state_index)
 
-    def row_rename_steps(self, *, by_key_head: bool) -> dict[str, str]:
+    def row_reorder_steps(self, *, by_key_head: bool) -> dict[str, str]:
         """Rename steps that make the modules' rows from a checkpoint's, by module.
 
         by_key_head: Whether the checkpoint has q, k, v, z and b, a by head of keys.
@@ -74,9 +74,10 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("qkvz",), site="qkv",
-                parts=(RowPart("q", self.shared_width, key), RowPart("k", self.shared_width, key),
-                       RowPart("v", self.width, value),
-                       RowPart("z", self.width, value)),
+                parts=(LinearRowBlock("q", self.shared_width, key),
+                       LinearRowBlock("k", self.shared_width, key),
+                       LinearRowBlock("v", self.width, value),
+                       LinearRowBlock("z", self.width, value)),
             ),
             ModuleSpec(
                 path="attn.rates", reads=("attn_input",), writes=("ba",), reference=("b", "a"),
@@ -127,7 +128,7 @@ class DeltaRule(PerHeadRecurrence):
         """[T, q | k | v], [T, b | a] → [T, heads·value_dim]."""
         decay = self.select_local_heads(self.A_log), self.select_local_heads(self.dt_bias)
         return step.ops.gated_delta_rule(
-            GatedDeltaInputs(mixed, rates, *decay, *self.layer_states_and_step_rows(step))
+            GatedDeltaInputs(mixed, rates, *decay, *self.layer_states_and_step_metadata(step))
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import CausalConvConfig, select_row_ranges
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, QuantSiteSpec, RowPart
+from modelmill.nn.layer_spec import LinearRowBlock, LinearSpec, ModuleSpec, QuantSiteSpec
 from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
@@ -17,7 +17,7 @@ from modelmill.ops.recurrent_metadata import RecurrentStepMetadata
 from modelmill.parallel.shard import Range
 
 
-class HeadShardedModule(nn.Module):
+class HeadSelectingModule(nn.Module):
     """A module whose tensors have all heads, and which computes those of its rank."""
 
     def __init__(self, heads: int) -> None:
@@ -97,12 +97,13 @@ class HeadRecurrenceSpec(ABC):
         )  # fmt: skip
         projection = LinearSpec(
             path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
-            parts=(RowPart("o_proj", self.hidden),), split_columns="state_heads", tensors=tensors,
+            parts=(LinearRowBlock("o_proj", self.hidden),), split_columns="state_heads",
+            tensors=tensors,
         )  # fmt: skip
         return norm, projection
 
 
-class PerHeadProjection(HeadShardedModule):
+class PerHeadProjection(HeadSelectingModule):
     """x Wᵀ + b in float32: [T, H] → [T, parts·heads]. The matrix is small and never quantized.
 
     Its rows are those of all heads, once for each part.
@@ -130,7 +131,7 @@ class PerHeadProjection(HeadShardedModule):
         return out if self.bias is None else out + select_row_ranges(self.bias, rows).float()
 
 
-class PerHeadRecurrence(HeadShardedModule):
+class PerHeadRecurrence(HeadSelectingModule):
     """A recurrence with a state of each head, whose decay is exp(−exp(A_log) · …).
 
     Attributes:
@@ -155,7 +156,9 @@ class PerHeadRecurrence(HeadShardedModule):
         whole, (first, end) = self._whole_state, self.heads
         return StateSpec(whole.name, (end - first, *whole.shape[1:]), whole.dtype)
 
-    def layer_states_and_step_rows(self, step: Step) -> tuple[torch.Tensor, RecurrentStepMetadata]:
+    def layer_states_and_step_metadata(
+        self, step: Step
+    ) -> tuple[torch.Tensor, RecurrentStepMetadata]:
         """The states of all slots, and the step's sequences."""
         assert step.state is not None, "a step of a model with recurrent state"
         return step.state.cache.states[self.state_index], step.state.rows

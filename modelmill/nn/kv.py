@@ -57,14 +57,14 @@ class LayerPlaceInPage:
 
 
 @dataclass(frozen=True)
-class KVShape:
+class ModelKVCacheSpec:
     """What a model needs of the cache.
 
     Attributes:
         layers: Layers with a cache.
         kv_heads: KV heads of each; where they differ, of the layer with the largest pages.
         head_dim: Channels of a head, likewise.
-        shares_values: Whether values are the keys, stored once (latent attention).
+        keys_serve_as_values: Whether values are the keys, stored once (latent attention).
         window: The longest window, where every layer has one: pages behind it are not read again.
         sizes: (KV heads, channels of a head) of each layer; empty: all are alike.
         read_later: Layers whose pages are read by later layers, too, which have none of their own.
@@ -77,7 +77,7 @@ class KVShape:
     layers: int
     kv_heads: int
     head_dim: int
-    shares_values: bool = False
+    keys_serve_as_values: bool = False
     window: int | None = None
     sizes: tuple[tuple[int, int], ...] = ()
     read_later: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ class KVShape:
         """(KV heads, channels of a head) of each layer."""
         return self.sizes or ((self.kv_heads, self.head_dim),) * self.layers
 
-    def with_page_groups(self, max_tokens: int) -> KVShape:
+    def with_page_groups(self, max_tokens: int) -> ModelKVCacheSpec:
         """The shape with page groups, where they save memory.
 
         Args:
@@ -154,14 +154,14 @@ class KVShape:
         token = sum(map(math.prod, self.kv_sizes_by_place)) * dtype.itemsize
         if dtype in QUANTIZED_KV_DTYPES.values():
             token += sum(self.num_scale_heads_by_place_and_size.values()) * _SCALE_DTYPE.itemsize
-        return (1 if self.shares_values else 2) * page_size * token
+        return (1 if self.keys_serve_as_values else 2) * page_size * token
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token in all layers."""
         return replace(self, groups=()).page_bytes(1, dtype)
 
 
-NO_KV = KVShape(0, 0, 0)
+NO_KV = ModelKVCacheSpec(0, 0, 0)
 """Of a model without attention: its pages take no memory, and only number the tokens."""
 
 
@@ -189,7 +189,7 @@ class KVCache:
 
     @staticmethod
     def allocate(
-        shape: KVShape,
+        shape: ModelKVCacheSpec,
         pages: int,
         page_size: int,
         dtype: torch.dtype,
@@ -204,7 +204,7 @@ class KVCache:
         """
         allocate = lazily_backed_zeros if zeros is None else zeros
         quantized = dtype in QUANTIZED_KV_DTYPES.values()
-        sides = range(1 if shape.shares_values else 2)
+        sides = range(1 if shape.keys_serve_as_values else 2)
 
         rooms = [
             [
@@ -242,7 +242,7 @@ class KVCache:
         return tuple({id(tensor): tensor for tensor in stored}.values())
 
     @property
-    def shares_values(self) -> bool:
+    def keys_serve_as_values(self) -> bool:
         """Whether values are the keys, stored once."""
         return bool(self.k) and self.v is self.k
 
@@ -262,7 +262,7 @@ class KVCache:
 
 
 def _pages_by_layer(
-    shape: KVShape, rooms: Sequence[torch.Tensor], page_size: int
+    shape: ModelKVCacheSpec, rooms: Sequence[torch.Tensor], page_size: int
 ) -> tuple[torch.Tensor, ...]:
     """Each layer's keys (or values) in the memory of the places."""
     return tuple(
@@ -272,7 +272,9 @@ def _pages_by_layer(
 
 
 def _scales_by_layer(
-    shape: KVShape, rooms: Mapping[tuple[int, tuple[int, int]], torch.Tensor], page_size: int
+    shape: ModelKVCacheSpec,
+    rooms: Mapping[tuple[int, tuple[int, int]], torch.Tensor],
+    page_size: int,
 ) -> tuple[torch.Tensor, ...]:
     """Each layer's scales, by place and size of a layer; none without any."""
     if not rooms:

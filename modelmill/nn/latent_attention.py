@@ -27,13 +27,13 @@ from modelmill.nn.attention_module_specs import (
 )
 from modelmill.nn.latent_prompt_expansion import LatentExpansionPlan
 from modelmill.nn.layer_spec import (
-    ROPE_VALUE,
+    ROPE_VALUE_NAME,
+    LinearRowBlock,
     LinearSpec,
     ModuleSpec,
     NormSpec,
     QuantSiteSpec,
     RopeCacheSpec,
-    RowPart,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import NormConfig
@@ -53,7 +53,7 @@ NORM_EPS = 1e-6  # of the norms of latent vectors, whatever the model's
 
 
 @dataclass(frozen=True)
-class LatentPartition(HeadPartition):
+class LatentHeadPartition(HeadPartition):
     """Ranks divide query heads, whose queries and values have different sizes.
 
     ``groups`` has the values' size.
@@ -137,7 +137,7 @@ class LatentAttentionSpec:
     def partition(self) -> HeadPartition:
         """How ranks divide the heads; each has the latent vectors."""
         groups = HeadGroups(self.heads, 1, self.value_dim)
-        return LatentPartition("attn", groups, query_dim=self.query_dim)
+        return LatentHeadPartition("attn", groups, query_dim=self.query_dim)
 
     @property
     def quant_sites(self) -> tuple[QuantSiteSpec, ...]:
@@ -151,7 +151,7 @@ class LatentAttentionSpec:
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``LatentAttention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
-        latent = RowPart("kv_a", self.rank), RowPart("k_pe", self.rope_dim)
+        latent = LinearRowBlock("kv_a", self.rank), LinearRowBlock("k_pe", self.rope_dim)
         return (
             *self._query_specs(),
             input_projection_spec("kv_a_proj", "kv_a", latent, bias=self.bias),
@@ -164,13 +164,13 @@ class LatentAttentionSpec:
             ),
             RopeCacheSpec(
                 path="attn.rope_cache",
-                reads=("q_flat", "latent", ROPE_VALUE),
+                reads=("q_flat", "latent", ROPE_VALUE_NAME),
                 writes=("q",),
                 reference=("q_rot",),
                 cache_reference=("latent_rot", "latent_rot"),
                 kv_heads=1,
                 head_dim=self.cached_dim,
-                shares_values=True,
+                keys_serve_as_values=True,
             ),
             attention_core_spec((KV_UP_PROJECTION,)),
             o_proj_spec(self.hidden, reads="attn", split_columns="value_heads", bias=self.bias),
@@ -184,11 +184,11 @@ class LatentAttentionSpec:
             reads=("attn_input" if self.query_rank is None else "q_latent",),
             writes=("q_flat",),
             site="qkv" if self.query_rank is None else "q_b",
-            parts=(RowPart("q", width, "q_heads"),),
+            parts=(LinearRowBlock("q", width, "q_heads"),),
         )
         if self.query_rank is None:
             return (last,)
-        rows = (RowPart("q_a", self.query_rank),)
+        rows = (LinearRowBlock("q_a", self.query_rank),)
         first = input_projection_spec("q_a_proj", "q_a", rows, bias=self.bias)
         norm = NormSpec(
             path="attn.q_a_norm",
@@ -297,7 +297,7 @@ class LatentAttention(nn.Module):
         self.core.keep_local_heads(heads)
 
 
-def scale_queries(q: torch.Tensor, rope: RopeCosSin) -> torch.Tensor:
+def apply_position_query_scale(q: torch.Tensor, rope: RopeCosSin) -> torch.Tensor:
     """Rotated queries [T, heads, query_dim] times their factors by position, if there are any."""
     if rope.q_scale is None:
         return q
@@ -319,7 +319,7 @@ class RopeAndLatentCache(nn.Module):
         row = self._rotate(latent[:, None], self.spec.rank, rope)
         scale, _ = step.kv.scales(self.cache_index)
         store_rows_in_pages(row, step.kv.k[self.cache_index], scale, step.slot_page_indices)
-        return scale_queries(queries, rope)
+        return apply_position_query_scale(queries, rope)
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:
         """Rotate the channels of x [T, heads, D] from ``begin`` on."""

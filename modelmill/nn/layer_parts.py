@@ -30,7 +30,7 @@ MixerSpec = AttentionConfig | RecurrenceConfig
 
 
 @dataclass(frozen=True)
-class LayerParts:
+class LayerComponentSpecs:
     """The parts of one layer.
 
     Attributes:
@@ -59,7 +59,7 @@ class LayerParts:
 
 
 def make_layer_spec(
-    parts: LayerParts, modules: tuple[ModuleSpec, ...], outputs: tuple[str, ...]
+    parts: LayerComponentSpecs, modules: tuple[ModuleSpec, ...], outputs: tuple[str, ...]
 ) -> LayerSpec:
     """A layer of these modules, with the sites and partitions of its mixer and its MLP."""
     return LayerSpec(

@@ -24,7 +24,7 @@ from modelmill.nn.recurrent_state import StateSpec
 from modelmill.parallel.shard import Range
 
 LAYER_INPUTS = ("branch", "residual")
-ROPE_VALUE = "rope"  # the step's rotation, a value that modules may read
+ROPE_VALUE_NAME = "rope"  # the step's rotation, a value that modules may read
 _Spec = TypeVar("_Spec", bound="ModuleSpec")
 
 
@@ -96,14 +96,14 @@ class RopeCacheSpec(QueryRopeSpec):
         cache_reference: The reference's names of the keys and of the values in the cache.
         kv_heads: KV heads.
         head_dim: Channels of each.
-        shares_values: Whether values are the keys, stored once.
+        keys_serve_as_values: Whether values are the keys, stored once.
         window: Tokens that a query attends to; None: all.
     """
 
     cache_reference: tuple[str, str]
     kv_heads: int
     head_dim: int
-    shares_values: bool = False
+    keys_serve_as_values: bool = False
     window: int | None = None
     op: str = "rope_cache"
 
@@ -131,7 +131,7 @@ class RoutingSpec(ModuleSpec):
 
 
 @dataclass(frozen=True)
-class RowPart:
+class LinearRowBlock:
     """Consecutive rows of a linear layer.
 
     Attributes:
@@ -158,7 +158,7 @@ class LinearSpec(ModuleSpec):
     """
 
     site: str
-    parts: tuple[RowPart, ...]
+    parts: tuple[LinearRowBlock, ...]
     split_columns: str = ""
     expert: int | None = None
     arithmetic: str = "linear"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from modelmill.nn.kv import NO_KV, KVShape
+from modelmill.nn.kv import NO_KV, ModelKVCacheSpec
 from modelmill.nn.layer_spec import (
     LayerSpec,
     LinearSpec,
@@ -23,7 +23,7 @@ from modelmill.nn.layer_spec import (
     SharedKVQuerySpec,
     layer_spec,
 )
-from modelmill.nn.recurrent_state import NO_STATE, StateShape
+from modelmill.nn.recurrent_state import NO_STATE, ModelStateSpec
 
 NON_LAYER_WEIGHT_FILE = "embedding_and_head"  # of the tensors outside the layers
 
@@ -111,14 +111,14 @@ def linear_quant_site(model: nn.Module, path: str) -> QuantSiteSpec | None:
     return layer_spec(layer).site_of_linear(place.module)
 
 
-def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
+def kv_shape(layers: Iterable[nn.Module]) -> ModelKVCacheSpec:
     """The KV cache of those layers whose specs have one."""
     specs = [layer_spec(layer) for layer in layers]
     caches = [cache for spec in specs for cache in spec.modules_of_type(RopeCacheSpec)]
     if not caches:
         return NO_KV
-    shares_values = {cache.shares_values for cache in caches}
-    assert len(shares_values) == 1, "values are the keys in all layers or in none"
+    keys_serve_as_values = {cache.keys_serve_as_values for cache in caches}
+    assert len(keys_serve_as_values) == 1, "values are the keys in all layers or in none"
     sizes = tuple((cache.kv_heads, cache.head_dim) for cache in caches)
     read_later = frozenset(
         module.cache for spec in specs for module in spec.modules_of_type(SharedKVQuerySpec)
@@ -128,8 +128,8 @@ def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     is_hybrid = any(True for spec in specs for _ in spec.modules_of_type(RecurrenceSpec))
     all_windows = len(windows) == len(caches) and not is_hybrid
     mixed = bool(windows) and not all_windows and not is_hybrid
-    shape = KVShape(
-        0, 0, 0, shares_values.pop(), max(windows) if all_windows else None,
+    shape = ModelKVCacheSpec(
+        0, 0, 0, keys_serve_as_values.pop(), max(windows) if all_windows else None,
         read_later=read_later,
         layer_windows=tuple(cache.window for cache in caches) if mixed else (),
         caches=_cache_index_per_layer(specs) if read_later and mixed else (),
@@ -148,7 +148,9 @@ def _cache_index_per_layer(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
     )
 
 
-def kv_shape_with_sizes(shape: KVShape, sizes: tuple[tuple[int, int], ...]) -> KVShape:
+def kv_shape_with_sizes(
+    shape: ModelKVCacheSpec, sizes: tuple[tuple[int, int], ...]
+) -> ModelKVCacheSpec:
     """The same shape of layers with these (KV heads, channels of a head)."""
     kv_heads, head_dim = max(sizes, key=math.prod)
     differ = len(set(sizes)) > 1
@@ -161,9 +163,9 @@ def kv_shape_with_sizes(shape: KVShape, sizes: tuple[tuple[int, int], ...]) -> K
     )
 
 
-def state_shape(layers: Iterable[nn.Module]) -> StateShape:
+def state_shape(layers: Iterable[nn.Module]) -> ModelStateSpec:
     """The recurrent state of those layers whose specs have one, as this rank keeps it."""
-    return StateShape(
+    return ModelStateSpec(
         tuple(
             layer.get_submodule(module.path).state_spec  # type: ignore[misc]
             for layer in layers
@@ -172,7 +174,7 @@ def state_shape(layers: Iterable[nn.Module]) -> StateShape:
     )
 
 
-def model_state_shape(model: nn.Module) -> StateShape:
+def model_state_shape(model: nn.Module) -> ModelStateSpec:
     """The recurrent state that a language model needs of each sequence."""
     shape = getattr(model, "state", None)
-    return shape if isinstance(shape, StateShape) else NO_STATE
+    return shape if isinstance(shape, ModelStateSpec) else NO_STATE

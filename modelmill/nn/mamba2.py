@@ -15,22 +15,22 @@ from torch import nn
 from modelmill.nn.causal_conv import CausalConv, select_row_ranges
 from modelmill.nn.head_recurrence import (
     HeadRecurrenceSpec,
-    HeadShardedModule,
+    HeadSelectingModule,
     PerHeadProjection,
     PerHeadRecurrence,
 )
 from modelmill.nn.layer_spec import (
+    LinearRowBlock,
     LinearSpec,
     ModuleSpec,
     RecurrenceSpec,
-    RowPart,
     linear_tensor_names,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.recurrent_mixer import RecurrentMixer
 from modelmill.nn.step import Step
-from modelmill.ops.causal_conv import position_independent_silu
+from modelmill.ops.causal_conv import batch_invariant_silu
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
 from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.parallel.shard import Range
@@ -79,7 +79,7 @@ class Mamba2Spec(HeadRecurrenceSpec):
         """How ranks divide the heads."""
         return StateHeadPartition("attn", self.heads, self.groups, self.head_dim, self.state_size)
 
-    def row_rename_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
+    def row_reorder_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
         """Rename steps that make the modules' rows from a checkpoint's z | x | B | C | dt."""
         assert not by_key_head, "rows are stored part by part"
         conv = self.width + self.conv_config.channels
@@ -96,8 +96,10 @@ class Mamba2Spec(HeadRecurrenceSpec):
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("xbcz",), site="qkv",
-                parts=(RowPart("x", self.width, inner), RowPart("B", self.shared_width, shared),
-                       RowPart("C", self.shared_width, shared), RowPart("z", self.width, inner)),
+                parts=(LinearRowBlock("x", self.width, inner),
+                       LinearRowBlock("B", self.shared_width, shared),
+                       LinearRowBlock("C", self.shared_width, shared),
+                       LinearRowBlock("z", self.width, inner)),
                 tensors=tensors,
             ),
             ModuleSpec(
@@ -177,7 +179,12 @@ class StateSpaceScan(PerHeadRecurrence):
         )
         return step.ops.ssd_scan(
             SSDScanInputs(
-                mixed, dt, *decay, skip, self.spec.dt_limit, *self.layer_states_and_step_rows(step)
+                mixed,
+                dt,
+                *decay,
+                skip,
+                self.spec.dt_limit,
+                *self.layer_states_and_step_metadata(step),
             )
         )
 
@@ -196,7 +203,7 @@ def gate_channels(xbcz: torch.Tensor, width: int) -> torch.Tensor:
     return xbcz[:, xbcz.shape[1] - width :]
 
 
-class GatedGroupNorm(HeadShardedModule):
+class GatedGroupNorm(HeadSelectingModule):
     """x · silu(z), then RMSNorm of each group's channels; ranks add up their squares.
 
     ``norm_first``: the norm, then the gate.
@@ -219,7 +226,7 @@ class GatedGroupNorm(HeadShardedModule):
             return step.ops.gated_rms_norm(
                 GatedRMSNormInputs(x, z, self.weight, spec.eps, group, gate_first)
             )
-        gate = position_independent_silu(z.float())
+        gate = batch_invariant_silu(z.float())
         if spec.norm_first:
             return (self._normed_over_ranks(x, step) * gate).to(xbcz.dtype)
         return self._normed_over_ranks(x * gate, step).to(xbcz.dtype)

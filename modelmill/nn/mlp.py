@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.layer_spec import (
+    LinearRowBlock,
     LinearSpec,
     ModuleSpec,
     QuantSiteSpec,
-    RowPart,
     ScaleFoldRows,
     linear_tensor_names,
 )
@@ -22,7 +22,7 @@ from modelmill.nn.partition import ChannelPartition
 from modelmill.nn.step import Step
 from modelmill.nn.xielu import XIELU, XIELU_TENSORS
 from modelmill.ops.bound_op import CachedOpBinding
-from modelmill.ops.fused_moe import SwigluClamp, clamped_swiglu
+from modelmill.ops.fused_moe import SwigluOaiParams, swiglu_oai
 
 
 class ActivationOp(nn.Module):
@@ -70,15 +70,15 @@ class ElementwiseActivation(nn.Module):
 
 
 class ClampedSwiglu(nn.Module):
-    """The gate of ``SwigluClamp`` over a fused [T, 2·I]."""
+    """The gate of ``SwigluOaiParams`` over a fused [T, 2·I]."""
 
-    def __init__(self, clamp: SwigluClamp) -> None:
+    def __init__(self, clamp: SwigluOaiParams) -> None:
         super().__init__()
         self.clamp = clamp
 
     def forward(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """[T, 2·I] → [T, I]."""
-        return clamped_swiglu(gate_up, self.clamp)
+        return swiglu_oai(gate_up, self.clamp)
 
 
 class GatedActivation(ElementwiseActivation):
@@ -103,7 +103,7 @@ ACTIVATION_OP_MODULES = {"gelu_tanh": GeluTanh, "relu2": Relu2}
 """Those of a plain MLP that are ops of their own."""
 
 
-def make_activation(name: str) -> nn.Module:
+def make_ungated_activation(name: str) -> nn.Module:
     """The activation between two matrices."""
     if name == XIELU.NAME:
         return XIELU()
@@ -130,7 +130,7 @@ class MLPSpec:
     gated: bool = True
     activation: str = "silu"
     bias: bool = False
-    clamp: SwigluClamp | None = None
+    clamp: SwigluOaiParams | None = None
 
     @property
     def partitions(self) -> tuple[ChannelPartition, ...]:
@@ -153,7 +153,7 @@ class MLPSpec:
             reads=(reads,),
             writes=(hidden,),
             site=site,
-            parts=tuple(RowPart(name, self.inner, "inner") for name in names),
+            parts=tuple(LinearRowBlock(name, self.inner, "inner") for name in names),
             tensors=linear_tensor_names(self.bias),
         )
         activation = ModuleSpec(
@@ -169,7 +169,7 @@ class MLPSpec:
             reads=("act",),
             writes=("mlp_out",),
             site="down",
-            parts=(RowPart("down", self.hidden),),
+            parts=(LinearRowBlock("down", self.hidden),),
             split_columns="inner",
             tensors=linear_tensor_names(self.bias),
         )
@@ -195,7 +195,7 @@ class GatedMLP(nn.Module):
         inner: int,
         bias: bool = False,
         activation: str = "silu",
-        clamp: SwigluClamp | None = None,
+        clamp: SwigluOaiParams | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj = Linear(hidden, 2 * inner, bias)
@@ -219,7 +219,7 @@ class PlainMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.fc_proj = Linear(hidden, inner, bias)
-        self.act = make_activation(activation)
+        self.act = make_ungated_activation(activation)
         self.down_proj = Linear(inner, hidden, bias)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -160,7 +160,7 @@ def make_expert(spec: MLPSpec, index: int) -> ExpertMLP:
     return Expert(spec, index) if spec.gated else PlainExpert(spec, index)
 
 
-class RemoteExpert(nn.Module):
+class RemoteExpertPlaceholder(nn.Module):
     """In the place of an expert whose weights another rank has."""
 
 
@@ -226,7 +226,7 @@ class MoE(nn.Module):
         """Keep these experts, under their numbers; called before any weight is put in place."""
         first, end = self.local_experts = experts
         self.experts = nn.ModuleList(
-            expert if first <= index < end else RemoteExpert()
+            expert if first <= index < end else RemoteExpertPlaceholder()
             for index, expert in enumerate(self.experts)
         )
         self.combine = CombineExperts(experts)

@@ -64,7 +64,7 @@ class AffineNorm(nn.Module):
         self.register_buffer("bias", torch.empty(width, device="meta"))
 
 
-class StreamNorm(nn.Module):
+class ReducingNormBase(nn.Module):
     """The weights of a norm of the residual stream, with or without a bias."""
 
     weight: torch.Tensor
@@ -89,7 +89,7 @@ class StreamNorm(nn.Module):
         return self._norm(step.ops.layer_norm, x, self.weight, bias, self.eps)
 
 
-class LayerNorm(StreamNorm):
+class LayerNorm(ReducingNormBase):
     """(x, residual) → (normed, new residual), with mean and, if it has one, bias."""
 
     def __init__(self, width: int, eps: float, *, bias: bool = True, reduces: bool = True) -> None:
@@ -108,7 +108,7 @@ class LayerNorm(StreamNorm):
         return self.layer_norm(total, step), total
 
 
-class NormWithoutResidual(StreamNorm):
+class NormWithoutResidual(ReducingNormBase):
     """A norm of one value, [T, H] → [T, H], without a residual.
 
     Of a branch (``reduces``), it adds up the ranks' partial sums first.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts
+from modelmill.nn.layer_parts import LayerComponentSpecs
 from modelmill.nn.layer_spec import LAYER_INPUTS, LayerSpec
 from modelmill.nn.pre_norm import MixerLayer
 from modelmill.nn.step import Step
@@ -18,7 +18,7 @@ from modelmill.nn.step import Step
 class OneBranchLayer(MixerLayer):
     """norm → mixer, or norm → MLP; the residual travels beside the branch."""
 
-    def __init__(self, parts: LayerParts, index: int) -> None:
+    def __init__(self, parts: LayerComponentSpecs, index: int) -> None:
         """Make the modules; ``index``: a mixer's place among the KV caches or states."""
         if parts.mixes_tokens:
             super().__init__(parts, index)
@@ -29,7 +29,7 @@ class OneBranchLayer(MixerLayer):
         self.mlp = parts.mlp.build_module()
 
     @classmethod
-    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
+    def layer_spec(cls, parts: LayerComponentSpecs) -> LayerSpec:
         """What such a layer is made of."""
         if parts.mixes_tokens:
             return super().layer_spec(parts)

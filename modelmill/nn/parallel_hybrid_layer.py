@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, mlp_norm_spec
+from modelmill.nn.layer_parts import LayerComponentSpecs, attention_norm_spec, mlp_norm_spec
 from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, QuantSiteSpec
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.parallel_residual_layer import BranchSum
@@ -32,14 +32,14 @@ class ParallelHybridLayer(PreNormLayer):
     Each layer of the model is one, so the place of its states follows from that of its KV cache.
     """
 
-    def __init__(self, parts: LayerParts, index: int) -> None:
+    def __init__(self, parts: LayerComponentSpecs, index: int) -> None:
         """Make the modules; ``index``: the attention's place among the KV caches."""
         super().__init__(parts, index)
         self.mamba = _require_parallel_recurrence(parts).build_module(STATES_PER_LAYER * index)
         self.sum = BranchSum()
 
     @classmethod
-    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
+    def layer_spec(cls, parts: LayerComponentSpecs) -> LayerSpec:
         """What such a layer is made of; qkv and the recurrence share a site."""
         recurrence = _require_parallel_recurrence(parts)
         modules = (
@@ -80,7 +80,7 @@ def mamba_partition(recurrence: Mamba2Spec) -> StateHeadPartition:
     return replace(recurrence.partition, module="mamba")
 
 
-def _require_parallel_recurrence(parts: LayerParts) -> Mamba2Spec:
+def _require_parallel_recurrence(parts: LayerComponentSpecs) -> Mamba2Spec:
     assert parts.parallel_recurrence is not None, "a recurrence stands beside the attention"
     return parts.parallel_recurrence
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec
+from modelmill.nn.layer_parts import LayerComponentSpecs, attention_norm_spec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.pre_norm import MixerLayer
 from modelmill.nn.step import Step
@@ -26,14 +26,14 @@ class BranchSum(nn.Module):
 class ParallelResidualLayer(MixerLayer):
     """norm → attention and (norm →) MLP, both branches added at once."""
 
-    def __init__(self, parts: LayerParts, index: int) -> None:
+    def __init__(self, parts: LayerComponentSpecs, index: int) -> None:
         super().__init__(parts, index)
         self.mlp_norm = parts.norm.build_norm_without_residual() if parts.mlp_norm else None
         self.mlp = parts.mlp.build_module()
         self.sum = BranchSum()
 
     @classmethod
-    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
+    def layer_spec(cls, parts: LayerComponentSpecs) -> LayerSpec:
         """What such a layer is made of; with one norm, qkv and the MLP share a site."""
         reads, site = ("mlp_input", "up") if parts.mlp_norm else ("attn_input", "qkv")
         mlp_norm = parts.norm.make_module_spec("mlp_norm", ("stream",), ("mlp_input",), "mlp_norm")

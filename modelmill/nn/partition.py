@@ -61,7 +61,7 @@ class HeadPartition:
     Attributes:
         module: The module that takes the rank's heads (``keep_local_heads``).
         groups: The heads.
-        q, kv: The names of both in ``RowPart.split`` and ``LinearSpec.split_columns``.
+        q, kv: The names of both in ``LinearRowBlock.split`` and ``LinearSpec.split_columns``.
         gates: The name of rows of which each query head has one.
     """
 
@@ -100,7 +100,7 @@ class StateHeadPartition:
         key_heads: Heads of keys and queries.
         head_dim: Channels of the first.
         key_dim: Channels of the others.
-        name, key_name: The names of both in ``RowPart.split`` and ``LinearSpec.split_columns``.
+        name, key_name: Of both in ``LinearRowBlock.split`` and ``LinearSpec.split_columns``.
     """
 
     module: str
@@ -179,7 +179,7 @@ class ExpertPartition(ChannelPartition):
                 raise
             raise UsageError(f"{error}, or --enable-expert-parallel to divide experts") from None
 
-    def rank_experts(self, rank: int, size: int) -> Range:
+    def rank_expert_range(self, rank: int, size: int) -> Range:
         """The rank's experts.
 
         Raises:

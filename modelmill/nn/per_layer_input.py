@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, QuantSiteSpec, RowPart
+from modelmill.nn.layer_spec import LinearRowBlock, LinearSpec, ModuleSpec, QuantSiteSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import ACTIVATION_FUNCTIONS
 from modelmill.nn.norm import NormConfig, NormWithoutResidual
@@ -140,7 +140,7 @@ class PerLayerInputSpec:
         return (
             LinearSpec(
                 path="layer_input.gate_proj", reads=(reads,), writes=("input_gate",),
-                site="input_gate", parts=(RowPart("input_gate", self.width),),
+                site="input_gate", parts=(LinearRowBlock("input_gate", self.width),),
             ),
             ModuleSpec(
                 path="layer_input.act", reads=("input_gate",), writes=("input_gated",),
@@ -148,7 +148,7 @@ class PerLayerInputSpec:
             ),
             LinearSpec(
                 path="layer_input.up_proj", reads=("input_gated",), writes=("input_out",),
-                site="input_up", parts=(RowPart("input_up", self.norm.width),),
+                site="input_up", parts=(LinearRowBlock("input_up", self.norm.width),),
             ),
             self.norm.make_module_spec(
                 "layer_input.post", ("input_out",), ("input_branch",), "input_post"
@@ -156,7 +156,7 @@ class PerLayerInputSpec:
         )  # fmt: skip
 
 
-class GatedPerLayerInput(nn.Module):
+class PerLayerInputActAndMul(nn.Module):
     """activation(gate) times the layer's vector of each token."""
 
     def __init__(self, spec: PerLayerInputSpec) -> None:
@@ -176,7 +176,7 @@ class PerLayerInputBlock(nn.Module):
     def __init__(self, spec: PerLayerInputSpec) -> None:
         super().__init__()
         self.gate_proj = Linear(spec.norm.width, spec.width)
-        self.act = GatedPerLayerInput(spec)
+        self.act = PerLayerInputActAndMul(spec)
         self.up_proj = Linear(spec.width, spec.norm.width)
         self.post = spec.norm.build_norm_without_residual()
 

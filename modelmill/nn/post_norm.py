@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, make_layer_spec
+from modelmill.nn.layer_parts import LayerComponentSpecs, make_layer_spec
 from modelmill.nn.layer_spec import LAYER_INPUTS, LayerSpec, ModuleSpec
 from modelmill.nn.norm import ResidualAdd
 from modelmill.nn.step import Step
@@ -21,7 +21,7 @@ class PostNormLayer(nn.Module):
     returns_whole_branch = True
     spec: LayerSpec
 
-    def __init__(self, parts: LayerParts, cache_index: int) -> None:
+    def __init__(self, parts: LayerComponentSpecs, cache_index: int) -> None:
         super().__init__()
         self.spec = self.layer_spec(parts)
         self.add = ResidualAdd(reduces=False)
@@ -32,7 +32,7 @@ class PostNormLayer(nn.Module):
         self.mlp_post = parts.norm.build_norm_without_residual(reduces=True)
 
     @staticmethod
-    def layer_spec(parts: LayerParts) -> LayerSpec:
+    def layer_spec(parts: LayerComponentSpecs) -> LayerSpec:
         """What such a layer is made of."""
         norm = parts.norm
         modules = (

@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, make_layer_spec, mlp_norm_spec
-from modelmill.nn.layer_spec import LAYER_INPUTS, ROPE_VALUE, LayerSpec
+from modelmill.nn.layer_parts import (
+    LayerComponentSpecs,
+    attention_norm_spec,
+    make_layer_spec,
+    mlp_norm_spec,
+)
+from modelmill.nn.layer_spec import LAYER_INPUTS, ROPE_VALUE_NAME, LayerSpec
 from modelmill.nn.step import Step
 
 PRE_NORM_LAYER_OUTPUTS = ("mlp_out", "attn.residual")
@@ -19,7 +24,7 @@ PRE_NORM_LAYER_OUTPUTS = ("mlp_out", "attn.residual")
 PRE_NORM_DATAFLOW = [
     ("attn_norm", LAYER_INPUTS),
     ("attn.qkv_proj", ("attn_input",)),
-    ("attn.rope_cache", ("qkv", ROPE_VALUE)),
+    ("attn.rope_cache", ("qkv", ROPE_VALUE_NAME)),
     ("attn.core", ("q",)),
     ("attn.o_proj", ("attn",)),
     ("mlp_norm", ("attn_out", "stream")),
@@ -38,7 +43,7 @@ class MixerLayer(nn.Module):
     returns_whole_branch = False
     spec: LayerSpec
 
-    def __init__(self, parts: LayerParts, index: int) -> None:
+    def __init__(self, parts: LayerComponentSpecs, index: int) -> None:
         """Make the modules; ``index``: the mixer's place among the KV caches or states."""
         super().__init__()
         self.spec = self.layer_spec(parts)
@@ -46,7 +51,7 @@ class MixerLayer(nn.Module):
         self.attn = parts.attention.build_module(index)
 
     @classmethod
-    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
+    def layer_spec(cls, parts: LayerComponentSpecs) -> LayerSpec:
         """What such a layer is made of."""
         return LayerSpec(
             modules=(attention_norm_spec(parts.norm), *parts.attention.module_specs()),
@@ -66,14 +71,14 @@ class MixerLayer(nn.Module):
 class PreNormLayer(MixerLayer):
     """norm → attention → add and norm → MLP; the residual travels beside the branch."""
 
-    def __init__(self, parts: LayerParts, index: int) -> None:
+    def __init__(self, parts: LayerComponentSpecs, index: int) -> None:
         """Make the modules; ``index``: the mixer's place among the KV caches or states."""
         super().__init__(parts, index)
         self.mlp_norm = parts.norm.build_module()
         self.mlp = parts.mlp.build_module()
 
     @classmethod
-    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
+    def layer_spec(cls, parts: LayerComponentSpecs) -> LayerSpec:
         """What such a layer is made of."""
         modules = (
             attention_norm_spec(parts.norm),

@@ -42,7 +42,7 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
-class StateShape:
+class ModelStateSpec:
     """What a model keeps of each sequence: the states of all its layers, in their order."""
 
     states: tuple[StateSpec, ...] = ()
@@ -64,7 +64,7 @@ class StateShape:
         return self.offsets(activation_dtype)[-1]
 
 
-NO_STATE = StateShape()
+NO_STATE = ModelStateSpec()
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RecurrentStateCache:
 
     @staticmethod
     def allocate(
-        shape: StateShape,
+        shape: ModelStateSpec,
         slots: int,
         dtype: torch.dtype,
         device: str,
@@ -99,7 +99,7 @@ class RecurrentStateCache:
 
     @staticmethod
     def allocate_shared_scratch(
-        shape: StateShape, slots: int, dtype: torch.dtype, device: str
+        shape: ModelStateSpec, slots: int, dtype: torch.dtype, device: str
     ) -> RecurrentStateCache:
         """States that share one memory, for sequences that each layer computes whole."""
         size = max((state.nbytes(dtype) for state in shape.states), default=0)
@@ -159,7 +159,7 @@ class StepRecurrentStates:
 
 
 def make_standalone_step_states(
-    shape: StateShape,
+    shape: ModelStateSpec,
     query_start: torch.Tensor,
     positions: torch.Tensor,
     dtype: torch.dtype,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from modelmill.nn.layer_spec import ROPE_VALUE, ModuleSpec
+from modelmill.nn.layer_spec import ROPE_VALUE_NAME, ModuleSpec
 from modelmill.nn.partition import HeadGroups
 from modelmill.nn.step import Step
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 QK_ROPE_SPEC = ModuleSpec(
     path="attn.rotation",
-    reads=("qkv", ROPE_VALUE),
+    reads=("qkv", ROPE_VALUE_NAME),
     writes=("qkv_rotated",),
     reference=("q_turned", "k_turned", "v"),
     arithmetic="rotary",

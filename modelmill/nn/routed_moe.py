@@ -24,7 +24,7 @@ class RoutedMoEOperands:
 
     def can_use_fused_moe_op(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether the experts may be computed by a fused MoE op."""
-        return self._experts.has_fused_moe_op(x, ops)
+        return self._experts.is_fused_moe_op_usable(x, ops)
 
     def weights(self) -> RoutedMoEWeights:
         """The op's operand."""

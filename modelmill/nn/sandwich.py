@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, make_layer_spec, mlp_norm_spec
+from modelmill.nn.layer_parts import (
+    LayerComponentSpecs,
+    attention_norm_spec,
+    make_layer_spec,
+    mlp_norm_spec,
+)
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.pre_norm import MixerLayer
 from modelmill.nn.step import Step
@@ -33,7 +38,7 @@ class SandwichLayer(MixerLayer):
     # the norms behind the branches have added up the ranks' partial sums
     returns_whole_branch = True
 
-    def __init__(self, parts: LayerParts, index: int) -> None:
+    def __init__(self, parts: LayerComponentSpecs, index: int) -> None:
         super().__init__(parts, index)
         self.attn_post = self.make_branch_epilogue(parts)
         self.mlp_norm = parts.norm.build_module(reduces=not self.returns_whole_branch)
@@ -41,17 +46,19 @@ class SandwichLayer(MixerLayer):
         self.mlp_post = self.make_branch_epilogue(parts)
 
     @staticmethod
-    def make_branch_epilogue(parts: LayerParts) -> nn.Module:
+    def make_branch_epilogue(parts: LayerComponentSpecs) -> nn.Module:
         """What a branch passes before it is added."""
         return parts.norm.build_norm_without_residual(reduces=True)
 
     @staticmethod
-    def branch_epilogue_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:
+    def branch_epilogue_spec(
+        parts: LayerComponentSpecs, path: str, reads: str, writes: str
+    ) -> ModuleSpec:
         """What the layer declares of it."""
         return parts.norm.make_module_spec(path, (reads,), (writes,), path)
 
     @classmethod
-    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
+    def layer_spec(cls, parts: LayerComponentSpecs) -> LayerSpec:
         """What such a layer is made of."""
         modules = (
             attention_norm_spec(parts.norm),
@@ -79,13 +86,18 @@ class ScaledBranchLayer(SandwichLayer):
     returns_whole_branch = False
 
     @staticmethod
-    def make_branch_epilogue(parts: LayerParts) -> nn.Module:
+    def make_branch_epilogue(parts: LayerComponentSpecs) -> nn.Module:
         """The factor."""
         assert parts.branch_scale is not None, "branches are scaled"
         return BranchScaler(parts.branch_scale)
 
     @staticmethod
-    def branch_epilogue_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:  # noqa: ARG004
+    def branch_epilogue_spec(
+        parts: LayerComponentSpecs,  # noqa: ARG004
+        path: str,
+        reads: str,
+        writes: str,
+    ) -> ModuleSpec:
         """What the layer declares of it."""
         return ModuleSpec(
             path=path, reads=(reads,), writes=(writes,), reference=(path,), op="scale"

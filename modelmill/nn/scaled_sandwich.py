@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, mlp_norm_spec
+from modelmill.nn.layer_parts import LayerComponentSpecs, attention_norm_spec, mlp_norm_spec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.norm import ResidualAdd
 from modelmill.nn.sandwich import SandwichLayer
@@ -33,7 +33,7 @@ class LearnedScaleSum(nn.Module):
 class ScaledSandwichLayer(SandwichLayer):
     """norm → attention → norm, add; norm → MLP (and experts) → norm, add; layer input; scale."""
 
-    def __init__(self, parts: LayerParts, index: int) -> None:
+    def __init__(self, parts: LayerComponentSpecs, index: int) -> None:
         super().__init__(parts, index)
         self.experts = None if parts.experts is None else parts.experts.build_module()
         if parts.experts is not None:  # they have added up the ranks' partial sums
@@ -45,7 +45,7 @@ class ScaledSandwichLayer(SandwichLayer):
         self.output = LearnedScaleSum()
 
     @classmethod
-    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
+    def layer_spec(cls, parts: LayerComponentSpecs) -> LayerSpec:
         """What such a layer is made of."""
         experts, layer_input = parts.experts, parts.layer_input
         branch = "mlp_out" if experts is None else "both_out"

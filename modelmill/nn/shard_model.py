@@ -18,7 +18,7 @@ from torch import nn
 
 from modelmill.core.errors import UsageError
 from modelmill.nn.embedding_and_head import LMHead
-from modelmill.nn.kv import KVShape
+from modelmill.nn.kv import ModelKVCacheSpec
 from modelmill.nn.layer_spec import (
     LayerSpec,
     LinearSpec,
@@ -84,7 +84,7 @@ def shard_model(
         if isinstance(module, LMHead):
             module.shard(tp_group, _make_child_alignment_lookup(name, alignment_for))
     shape = model.kv
-    assert isinstance(shape, KVShape)
+    assert isinstance(shape, ModelKVCacheSpec)
     if heads:
         dims = (dim for _, dim in shape.layer_kv_sizes)
         if shape.sizes and not all(each.even for each in heads):
@@ -114,13 +114,13 @@ def _keep_local_experts(model: nn.Module, tp_group: TPGroup) -> None:
     if not mixtures:
         raise UsageError("--enable-expert-parallel: the model has no experts; leave the option out")
     for mixture, part in mixtures:
-        mixture.keep_local_experts(part.rank_experts(tp_group.rank, tp_group.size))
+        mixture.keep_local_experts(part.rank_expert_range(tp_group.rank, tp_group.size))
 
 
 def num_experts_by_rank(model: nn.Module, size: int) -> tuple[int, ...]:
     """How many experts of a mixture each of ``size`` ranks has in expert parallelism."""
     part = next(part for _, part in _moe_layers_and_partitions(model))
-    return range_lengths([part.rank_experts(rank, size) for rank in range(size)])
+    return range_lengths([part.rank_expert_range(rank, size) for rank in range(size)])
 
 
 def _moe_layers_and_partitions(
@@ -144,7 +144,7 @@ def _make_uniform_alignment_lookup(
     specs = {f"layers.{name}": layer_spec(layer) for name, layer in layers.items()}
     reads_others = any(any(spec.modules_of_type(SharedKVQuerySpec)) for spec in specs.values())
     kv = model.kv
-    assert isinstance(kv, KVShape)
+    assert isinstance(kv, ModelKVCacheSpec)
     if not reads_others and not kv.layer_windows:
         return alignment_for
     linears = {

@@ -14,10 +14,10 @@ from torch import nn
 from modelmill.nn import attention_module_specs as module_specs
 from modelmill.nn.attention import AttentionCore, AttentionSpec, RopeCosSin
 from modelmill.nn.layer_spec import (
-    ROPE_VALUE,
+    ROPE_VALUE_NAME,
+    LinearRowBlock,
     ModuleSpec,
     QuantSiteSpec,
-    RowPart,
     SharedKVQuerySpec,
 )
 from modelmill.nn.linear import Linear
@@ -57,12 +57,12 @@ class SharedKVAttentionSpec:
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``SharedKVAttention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         spec = self.attention
-        rows = (RowPart("q", spec.heads * spec.head_dim, "q_heads"),)
+        rows = (LinearRowBlock("q", spec.heads * spec.head_dim, "q_heads"),)
         return (
             module_specs.input_projection_spec("q_proj", "q_rows", rows, bias=spec.qkv_bias),
             SharedKVQuerySpec(
                 path="attn.rope",
-                reads=("q_rows", ROPE_VALUE),
+                reads=("q_rows", ROPE_VALUE_NAME),
                 writes=("q",),
                 reference=("q_rot",),
                 tensors=("q_norm.weight",),

@@ -12,10 +12,10 @@ from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, CausalConvConfig
 from modelmill.nn.layer_spec import (
+    LinearRowBlock,
     LinearSpec,
     ModuleSpec,
     QuantSiteSpec,
-    RowPart,
     linear_tensor_names,
 )
 from modelmill.nn.linear import Linear
@@ -23,7 +23,7 @@ from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 
-CHANNEL_SPLIT = "state_heads"
+CHANNEL_SPLIT_AXIS_NAME = "state_heads"
 """How ranks divide the channels: as heads of one channel each."""
 
 
@@ -60,7 +60,7 @@ class ShortConvSpec:
         """The module; ``state_index``: the place of its state among those of the model."""
         return ShortConv(self, state_index)
 
-    def row_rename_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
+    def row_reorder_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
         """Rename steps that make the modules' rows from a checkpoint's."""
         assert not by_key_head, "rows are stored part by part"
         return {"attn.conv": "depthwise"}
@@ -71,7 +71,8 @@ class ShortConvSpec:
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("bcx",), site="qkv",
-                parts=tuple(RowPart(name, self.hidden, CHANNEL_SPLIT) for name in ("B", "C", "x")),
+                parts=tuple(LinearRowBlock(name, self.hidden, CHANNEL_SPLIT_AXIS_NAME)
+                            for name in ("B", "C", "x")),
                 tensors=tensors,
             ),
             ModuleSpec(
@@ -85,7 +86,8 @@ class ShortConvSpec:
             ),
             LinearSpec(
                 path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
-                parts=(RowPart("o_proj", self.hidden),), split_columns=CHANNEL_SPLIT,
+                parts=(LinearRowBlock("o_proj", self.hidden),),
+                split_columns=CHANNEL_SPLIT_AXIS_NAME,
                 tensors=tensors,
             ),
         )  # fmt: skip

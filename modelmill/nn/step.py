@@ -16,7 +16,7 @@ from modelmill.ops.latent_rope_cache import SlotPageIndices
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
-MIN_TOKENS_PER_LOGIT_ROW = (
+MIN_TOKENS_PER_LOGIT_ROW_TO_PRUNE = (
     2  # rows of the step per row with logits, from which leaving out the others pays
 )
 
@@ -72,7 +72,7 @@ class Step:
         """Whether a CUDA graph may contain the step, of decodes or padded."""
         return self.max_query == 1 or self.is_padded
 
-    def steps_by_layer(self) -> Iterable[Step]:
+    def iter_layer_steps(self) -> Iterable[Step]:
         """The step of each layer, in their order; without an end where all compute this one."""
         if self.layer_inputs is None or not self.layer_steps:
             return self.layer_steps or repeat(self)
@@ -102,7 +102,7 @@ class Step:
             A step whose rows' contexts end with the rows themselves. None: all rows are computed.
         """
         rows = self.logit_rows
-        if rows is None or len(self.ids) < MIN_TOKENS_PER_LOGIT_ROW * len(rows):
+        if rows is None or len(self.ids) < MIN_TOKENS_PER_LOGIT_ROW_TO_PRUNE * len(rows):
             return None
         ends = self.query_start[1:]
         # the sequence of a row; a step that is all padding has none

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.kv import KVCache, ModelKVCacheSpec
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP
@@ -105,7 +105,7 @@ def synthetic_step(
     weight = model.embed.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     shape, device = model.kv, weight.device
-    assert isinstance(shape, KVShape)
+    assert isinstance(shape, ModelKVCacheSpec)
     max_context = max_context or longest
     page_size = PAGE_SIZE if kv is None else kv.page_size
     columns, num_pages = -(-max_context // page_size), -(-contexts // page_size)

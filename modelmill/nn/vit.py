@@ -12,11 +12,11 @@ from modelmill.nn.conv import VisionLayerNorm
 from modelmill.nn.layer_spec import (
     CompositeSpec,
     LayerSpec,
+    LinearRowBlock,
     LinearSpec,
     ModuleSpec,
     NormSpec,
     QuantSiteSpec,
-    RowPart,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import NO_PARTITIONS
@@ -180,7 +180,7 @@ def biased_linear_spec(path: str, reads: str, writes: str, reference: str, rows:
         reads=(reads,),
         writes=(writes,),
         site=reads,
-        parts=(RowPart(reference, rows),),
+        parts=(LinearRowBlock(reference, rows),),
         tensors=("weight", "bias"),
     )
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape
+from modelmill.nn.kv import QUANTIZED_KV_DTYPES, ModelKVCacheSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP, SiluMul
 from modelmill.nn.norm import RMSNorm
@@ -25,8 +25,8 @@ from modelmill.ops.decode import (
 )
 
 # Tokens of a step up to which one call is worth it: beyond, the time goes into the products.
-MAX_FUSED_TOKENS = 16
-SUPPORTED_FORMATS = frozenset(("dense", "int8", "int4", "int8_group"))
+MAX_WHOLE_MODEL_DECODE_TOKENS = 16
+DECODE_OP_WEIGHT_FORMATS = frozenset(("dense", "int8", "int4", "int8_group"))
 """The weight formats that the op reads."""
 
 
@@ -57,7 +57,7 @@ def can_decode_whole_model(model: CausalLM) -> bool:
     return isinstance(model.norm, RMSNorm) and all(map(_supports_layer, model.layers))
 
 
-def supports_weight_formats(model: CausalLM) -> bool:
+def decode_op_reads_weights(model: CausalLM) -> bool:
     """Whether the op reads the weights of a loaded model."""
     parts = (model.layers, model.head)
     return _supports_linears(m for part in parts for m in part.modules() if isinstance(m, Linear))
@@ -65,7 +65,8 @@ def supports_weight_formats(model: CausalLM) -> bool:
 
 def _supports_linears(linears: Iterable[Linear]) -> bool:
     return all(
-        m.weight.format in SUPPORTED_FORMATS and "perm" not in m.weight.tensors() for m in linears
+        m.weight.format in DECODE_OP_WEIGHT_FORMATS and "perm" not in m.weight.tensors()
+        for m in linears
     )
 
 
@@ -152,7 +153,7 @@ def model_kv_shape(
     ranks: int = 1,
     *,
     formats: Collection[str] | None = None,
-) -> KVShape:
+) -> ModelKVCacheSpec:
     """The KV cache of a model, with page groups where they save memory.
 
     The op ``decode`` computes all layers of some models at once, with one page table: where it
@@ -167,7 +168,7 @@ def model_kv_shape(
         formats: Of the weights of a model that is not loaded; None: the model has its weights.
     """
     shape = model.kv
-    assert isinstance(shape, KVShape)
+    assert isinstance(shape, ModelKVCacheSpec)
     runs = decode_op is not None and ranks == 1 and kv_dtype not in QUANTIZED_KV_DTYPES.values()
     if (
         runs
@@ -177,9 +178,9 @@ def model_kv_shape(
     ):
         loaded = formats is None
         if (
-            supports_weight_formats(model)
+            decode_op_reads_weights(model)
             if loaded
-            else SUPPORTED_FORMATS.issuperset(formats or ())
+            else DECODE_OP_WEIGHT_FORMATS.issuperset(formats or ())
         ):
             return shape
     return shape.with_page_groups(max_model_len)

@@ -58,7 +58,7 @@ class OpImplementation:
             return None
         return select_first_kernel(self.kernels, problem, *args) if self.kernels else self.run
 
-    def drop_passed_memory_checks(self, *args: Any) -> OpImplementation | None:
+    def drop_passed_layout_checks(self, *args: Any) -> OpImplementation | None:
         """The same without the conditions on memory, which these arguments settle."""
         if self.supports is not None and not self.supports(*args):
             return None
@@ -128,7 +128,7 @@ class SelectedOp:
         guard = declared.guard(declared, declared.flatten_operands(*args))
         if guard is None:
             return None
-        bound = (each.drop_passed_memory_checks(*args) for each in self.implementations)
+        bound = (each.drop_passed_layout_checks(*args) for each in self.implementations)
         problem = declared.make_problem(*args)
         return BoundOp(self, guard, problem, [each for each in bound if each is not None])
 
@@ -171,7 +171,7 @@ class RowCountDispatch:
             each for each in implementations if _covers_ignoring_m(each, problem)
         ]
         self._measured: dict[int, Run] = {}
-        self.edges = count_bucket_edges("m", self._implementations)
+        self.edges = bucket_edges_for_count("m", self._implementations)
         self.runs = tuple(self._select_for_bucket(edge) for edge in self.edges)
 
     def select_function(self, rows: int) -> Run:
@@ -211,7 +211,7 @@ class MultiCountDispatch:
         self._implementations = tuple(implementations)
         # 1: where a step changes its kind
         self._edges = tuple(
-            tuple(sorted({1, *count_bucket_edges(each, implementations)}))
+            tuple(sorted({1, *bucket_edges_for_count(each, implementations)}))
             for each in op.declaration.counts
         )
         self._runs: dict[tuple[int, ...], Run] = {}
@@ -298,7 +298,9 @@ def make_kernel_dispatcher(kernels: Sequence[Kernel], declaration: OpDeclaration
     )
 
 
-def count_bucket_edges(count: str, implementations: Sequence[OpImplementation]) -> tuple[int, ...]:
+def bucket_edges_for_count(
+    count: str, implementations: Sequence[OpImplementation]
+) -> tuple[int, ...]:
     """The last value in each class that the implementations' ranges make of a count."""
     edges = {0, UNBOUNDED}
     for implementation in implementations:

@@ -88,14 +88,14 @@ def _weighted_sum(
 
 
 def _silu_to_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return position_independent_silu(x).to(dtype)
+    return batch_invariant_silu(x).to(dtype)
 
 
 def _cast_to_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def position_independent_silu(x: torch.Tensor) -> torch.Tensor:
+def batch_invariant_silu(x: torch.Tensor) -> torch.Tensor:
     """SiLU of float32, each element by itself.
 
     On a CPU torch's exponential of an element depends on its place in the tensor by a unit in the
@@ -104,8 +104,8 @@ def position_independent_silu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x.double()).float() if x.device.type == "cpu" else F.silu(x)
 
 
-def position_independent_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The sigmoid of float32, each element by itself, as ``position_independent_silu``."""
+def batch_invariant_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of float32, each element by itself, as ``batch_invariant_silu``."""
     return x.double().sigmoid().float() if x.device.type == "cpu" else x.sigmoid()
 
 

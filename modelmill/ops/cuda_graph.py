@@ -118,7 +118,7 @@ def run_on_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
         current.wait_stream(stream)
 
 
-def check_capturable(call: Callable[[], object]) -> None:
+def run_without_host_sync(call: Callable[[], object]) -> None:
     """Call what will be captured, with synchronization as an error.
 
     Raises:

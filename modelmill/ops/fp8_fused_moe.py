@@ -11,7 +11,7 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.int8_fused_moe import make_8bit_moe_cases
 from modelmill.ops.w8a8_fused_moe import TOLERANCE as TOLERANCE
-from modelmill.ops.w8a8_fused_moe import run_quantized_experts
+from modelmill.ops.w8a8_fused_moe import quantized_experts_reference
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
 
@@ -22,7 +22,7 @@ def fp8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return run_quantized_experts(inputs, torch.float8_e4m3fn)
+    return quantized_experts_reference(inputs, torch.float8_e4m3fn)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -14,9 +14,9 @@ from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.w8a8_linear import (
     Linear8BitInputs,
     case_args,
+    case_args_with_quantized_x,
     case_shapes,
     make_linear_8bit_problem,
-    quantize_inputs,
 )
 
 DECLARATION = OpDeclaration(
@@ -61,4 +61,4 @@ def random_inputs(
     x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
     weight32 = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
     weight = quantize_per_row(weight32 if per_channel else weight32.flatten(), FP8_DTYPE)
-    return quantize_inputs(x if per_token else x.flatten(), weight, (rows, k, n), device)
+    return case_args_with_quantized_x(x if per_token else x.flatten(), weight, (rows, k, n), device)

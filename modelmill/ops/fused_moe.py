@@ -22,7 +22,7 @@ RELU2 = "relu2"
 """The square of ReLU, of experts without a gate (Nemotron 3)."""
 
 
-class SwigluClamp(NamedTuple):
+class SwigluOaiParams(NamedTuple):
     """gpt-oss's gate: (up + 1) · gate · sigmoid(alpha · gate), of bounded values.
 
     Attributes:
@@ -34,8 +34,8 @@ class SwigluClamp(NamedTuple):
     limit: float
 
 
-def clamped_swiglu(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:
-    """The gate of ``SwigluClamp`` over a fused [T, 2·I]: [T, I]."""
+def swiglu_oai(gate_up: torch.Tensor, clamp: SwigluOaiParams) -> torch.Tensor:
+    """The gate of ``SwigluOaiParams`` over a fused [T, 2·I]: [T, I]."""
     gate, up = gate_up.chunk(2, -1)
     gate = gate.clamp(max=clamp.limit)
     up = up.clamp(-clamp.limit, clamp.limit)
@@ -81,7 +81,7 @@ class FusedMoEInputs(NamedTuple):
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     activation: str = SILU
-    clamp: SwigluClamp | None = None
+    clamp: SwigluOaiParams | None = None
     global_num_experts: int | None = None
 
     @property
@@ -169,7 +169,7 @@ def _apply_expert_activation(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> t
     if not inputs.is_gated:
         return F.relu(gate_up).square()
     if inputs.clamp is not None:
-        return clamped_swiglu(gate_up, inputs.clamp)
+        return swiglu_oai(gate_up, inputs.clamp)
     gate, up = gate_up.chunk(2, -1)
     return (F.silu(gate) if inputs.activation == SILU else F.gelu(gate, approximate="tanh")) * up
 
@@ -270,7 +270,7 @@ def make_moe_case(
 def _random_biases_and_gate_args(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:
     tokens, hidden, _, experts, _ = shape
     rows = next(expert_weight_shapes(shape))[2]
-    gate = {"clamp": SwigluClamp(1.702, 1.5)} if tokens % 2 else {"activation": GELU_TANH}
+    gate = {"clamp": SwigluOaiParams(1.702, 1.5)} if tokens % 2 else {"activation": GELU_TANH}
     scale = UNGATED_INPUT_SCALE**2 if shape in UNGATED_SHAPES else 1.0
     return {
         "gate_up_bias": randn(experts, rows, device=device, dtype=dtype, seed=7, scale=scale),

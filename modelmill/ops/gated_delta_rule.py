@@ -23,7 +23,12 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import Tokens, advance_states, expand_groups_to_heads, random_operands
+from modelmill.ops.recurrence import (
+    Tokens,
+    advance_states,
+    expand_groups_to_heads,
+    random_recurrence_case_args,
+)
 from modelmill.ops.recurrence_chunks import chunk_decays, split_into_chunks
 from modelmill.ops.recurrent_metadata import RecurrentStepMetadata, format_case_lengths
 
@@ -153,7 +158,9 @@ def cases_for_shapes(
 ) -> Iterator[Case]:
     """Cases of these shapes, with chunks of so many tokens."""
     for number, (lengths, key_heads, heads, dk, dv) in enumerate(shapes):
-        args, moved = random_operands(number, lengths, (heads, dk, dv), device, dtype, chunk)
+        args, moved = random_recurrence_case_args(
+            number, lengths, (heads, dk, dv), device, dtype, chunk
+        )
         count = sum(lengths)
         width = 2 * key_heads * dk + heads * dv
         x = randn(count, width, device=device, dtype=dtype, seed=number)

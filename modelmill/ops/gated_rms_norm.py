@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
-from modelmill.ops.causal_conv import position_independent_silu
+from modelmill.ops.causal_conv import batch_invariant_silu
 from modelmill.ops.declaration import OpDeclaration
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -47,7 +47,7 @@ def gated_rms_norm(inputs: GatedRMSNormInputs) -> torch.Tensor:
     Everything is float32 until the result is rounded to the gate's dtype.
     """
     x, gate, weight, eps, group, gate_first = inputs
-    factor = position_independent_silu(gate.float())
+    factor = batch_invariant_silu(gate.float())
     if weight is None:
         return (x * factor).to(gate.dtype)
     grouped = (x * factor if gate_first else x).unflatten(1, (-1, group))

@@ -75,14 +75,14 @@ def image_attention(inputs: ImageAttentionInputs) -> torch.Tensor:
     if rel_h is not None and rel_w is not None:
         scores_bias = _relative_scores(q, rel_h, rel_w, win_h, win_w)
     elif bias is not None:
-        scores_bias = bias[:, relative_offsets(win_h, win_w, bias.device)].to(q.dtype)[None]
+        scores_bias = bias[:, abs_offset_indices(win_h, win_w, bias.device)].to(q.dtype)[None]
     out = F.scaled_dot_product_attention(q, k, v, scores_bias)
     out = out.view(batch, rows, columns, heads, win_h, win_w, dim).permute(0, 1, 4, 2, 5, 3, 6)
     out = out.reshape(batch, height + pad_h, width + pad_w, heads * dim)
     return out[:, :height, :width].contiguous()
 
 
-def relative_offsets(height: int, width: int, device: torch.device) -> torch.Tensor:
+def abs_offset_indices(height: int, width: int, device: torch.device) -> torch.Tensor:
     """[S·S, S·S] int64: |Δy| · width + |Δx| between the tokens of a window."""
     index = torch.arange(height * width, device=device)
     y, x = index // width, index % width

@@ -24,8 +24,8 @@ DECLARATION = OpDeclaration(
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 BLOCK_COLUMNS = 32
-POSITIVE_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_VALUES = (*POSITIVE_VALUES, *(-value for value in POSITIVE_VALUES))
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*E2M1_MAGNITUDES, *(-value for value in E2M1_MAGNITUDES))
 EXPONENT_BIAS, NAN_CODE = 127, 255
 
 
@@ -51,10 +51,10 @@ def dequantize_weight(
     assert offset is None, "MXFP4 has no offsets"
     values = torch.tensor(E2M1_VALUES, dtype=dtype, device=weight.device)
     wide = values[unpack_codes(weight, columns).long()]
-    return wide * groupwise.expand_groups(scale_values(scale, dtype), group, columns, dtype)
+    return wide * groupwise.expand_groups(e8m0_to_scales(scale, dtype), group, columns, dtype)
 
 
-def scale_values(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def e8m0_to_scales(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The scales of E8M0 codes."""
     # of the codes' shape: torch warns that it enlarges a single one
     values = torch.ldexp(torch.ones_like(codes, dtype=dtype), codes.int() - EXPONENT_BIAS)

@@ -93,7 +93,7 @@ def sequential_scan(
     return torch.cat(outputs), batch[0]
 
 
-def random_operands(
+def random_recurrence_case_args(
     number: int,
     lengths: tuple[int, ...],
     state_shape: tuple[int, int, int],

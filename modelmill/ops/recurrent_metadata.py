@@ -148,7 +148,7 @@ def format_case_lengths(lengths: tuple[int, ...]) -> str:
     return f"decode-{len(lengths)}" if set(lengths) == {1} else str(lengths)
 
 
-def has_packed_operands(tokens: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> bool:
+def has_contiguous_operands(tokens: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> bool:
     """Whether a token's channels, the gates and a slot's state each lie together.
 
     Args:

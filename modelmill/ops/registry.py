@@ -113,7 +113,7 @@ def reference(op: str) -> Callable[..., Any]:
     return getattr(import_module(f"modelmill.ops.{op}"), op)
 
 
-def packing_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def adapt_to_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
     """``call`` (an op's reference, ``run`` or ``supports``) taking each argument by its own name.
 
     So a ``Case`` has them; those that the op takes as its ``inputs`` are packed.

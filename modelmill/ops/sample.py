@@ -72,7 +72,7 @@ def sample(inputs: SampleInputs) -> torch.Tensor:
         Ids [B] int64.
     """
     logits, temperature, top_k, top_p, min_p, noise = inputs
-    weights = filtered_integer_probs(logits, temperature, top_k, top_p, min_p)
+    weights = filtered_fixed_point_weights(logits, temperature, top_k, top_p, min_p)
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = torch.minimum((noise.double()[:, None] * total.double()).long(), total - 1)
@@ -81,7 +81,7 @@ def sample(inputs: SampleInputs) -> torch.Tensor:
     return torch.where(temperature > 0, drawn, greedy)
 
 
-def filtered_integer_probs(
+def filtered_fixed_point_weights(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
-from modelmill.ops.causal_conv import position_independent_sigmoid
+from modelmill.ops.causal_conv import batch_invariant_sigmoid
 from modelmill.ops.declaration import OpDeclaration
 
 DECLARATION = OpDeclaration()
@@ -20,7 +20,7 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
     x, gate: [T, N] of one dtype. Returns [T, N].
     """
-    return (x.float() * position_independent_sigmoid(gate.float())).to(x.dtype)
+    return (x.float() * batch_invariant_sigmoid(gate.float())).to(x.dtype)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

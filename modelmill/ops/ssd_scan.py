@@ -18,7 +18,12 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import Tokens, advance_states, expand_groups_to_heads, random_operands
+from modelmill.ops.recurrence import (
+    Tokens,
+    advance_states,
+    expand_groups_to_heads,
+    random_recurrence_case_args,
+)
 from modelmill.ops.recurrence_chunks import chunk_decays, split_into_chunks
 from modelmill.ops.recurrent_metadata import RecurrentStepMetadata, format_case_lengths
 
@@ -126,7 +131,9 @@ def cases_for_shapes(
     cancel out, the difference from the reference would be float32's own.
     """
     for number, (lengths, groups, heads, dim, size) in enumerate(shapes):
-        args, moved = random_operands(number, lengths, (heads, dim, size), device, dtype, chunk)
+        args, moved = random_recurrence_case_args(
+            number, lengths, (heads, dim, size), device, dtype, chunk
+        )
         width = heads * dim + 2 * groups * size
         x = randn(
             sum(lengths), width, device=device, dtype=dtype, seed=number, scale=size ** (-1 / 6)

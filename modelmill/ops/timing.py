@@ -114,7 +114,7 @@ def copy_bandwidth(device: str = "cuda") -> float:
         device=device,
     )
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _typical_time(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / _min_or_median_time(lambda: target.copy_(source), device)
 
 
 def make_cpu_memory_read_with_bytes() -> tuple[TimedCall, int]:
@@ -124,7 +124,7 @@ def make_cpu_memory_read_with_bytes() -> tuple[TimedCall, int]:
     would give too low a limit.
     """
     data = torch.ones(BANDWIDTH_COPY_BYTES["cpu"] // 8, dtype=torch.int64)
-    library = build.load_library()
+    library = build.load_or_compile_library()
     if isinstance(library, str):  # no compiler
         return data.sum, data.nbytes
     read = library.with_gil.modelmill_read
@@ -137,7 +137,7 @@ def measure_memory_bandwidth(device: str) -> float:
     if _device_type(device) == "cuda":
         return copy_bandwidth(device)
     read, size = make_cpu_memory_read_with_bytes()
-    return max(size / _typical_time(read, device), copy_bandwidth(device))
+    return max(size / _min_or_median_time(read, device), copy_bandwidth(device))
 
 
 def make_square_matmul_with_op_count(device: str, dtype: torch.dtype) -> tuple[TimedCall, int]:
@@ -179,14 +179,14 @@ def matmul_throughput(device: str, dtype: torch.dtype) -> float | None:
     """
     try:
         multiply, operations = make_square_matmul_with_op_count(device, dtype)
-        return operations / _typical_time(multiply, device)
+        return operations / _min_or_median_time(multiply, device)
     except RuntimeError as error:  # unsupported dtype; running out of memory is raised
         if dtype not in EIGHT_BIT_DTYPES or isinstance(error, torch.OutOfMemoryError):
             raise
         return None
 
 
-def _typical_time(call: TimedCall, device: str) -> float:
+def _min_or_median_time(call: TimedCall, device: str) -> float:
     """The minimum of ten samples; the median on a GPU, whose samples hardly vary."""
     times = time_interleaved([call], 10, 1, device)[0]
     return statistics.median(times) if device.startswith("cuda") else min(times)

@@ -27,10 +27,10 @@ def w8a8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return run_quantized_experts(inputs, torch.int8)
+    return quantized_experts_reference(inputs, torch.int8)
 
 
-def run_quantized_experts(inputs: FusedMoEInputs, dtype: torch.dtype) -> torch.Tensor:
+def quantized_experts_reference(inputs: FusedMoEInputs, dtype: torch.dtype) -> torch.Tensor:
     """Compute it with weights of an 8-bit dtype, to which every row of x is rounded, too."""
 
     def round_rows(x: torch.Tensor) -> torch.Tensor:

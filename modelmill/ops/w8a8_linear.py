@@ -118,7 +118,7 @@ def random_inputs(
     x[:, ::40] *= outliers
     weight32 = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
     weight = quantize(weight32) if per_channel else None
-    return quantize_inputs(
+    return case_args_with_quantized_x(
         x if per_token else x.flatten(),
         weight or quantize_per_row(weight32.flatten(), torch.int8),
         (rows, k, n),
@@ -126,7 +126,7 @@ def random_inputs(
     )
 
 
-def quantize_inputs(
+def case_args_with_quantized_x(
     x: torch.Tensor,
     weight: tuple[torch.Tensor, torch.Tensor],
     sizes: tuple[int, int, int],

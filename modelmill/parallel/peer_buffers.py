@@ -88,7 +88,7 @@ class PeerBuffers:
             else None
         )
 
-    def supports_all_reduce(self, x: torch.Tensor, *, captured: bool) -> bool:
+    def should_all_reduce(self, x: torch.Tensor, *, captured: bool) -> bool:
         """Whether ``all_reduce`` takes x [T, H]; outside of graphs only if faster than NCCL."""
         max_rows = MAX_ROWS if captured else self._kernels.MAX_PROGRAMS
         width = x.shape[-1] * x.element_size()

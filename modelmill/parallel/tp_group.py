@@ -59,7 +59,7 @@ class TPGroup:
             self.peer_buffers is not None
             and residual.is_contiguous()
             and residual.dtype == weight.dtype == x.dtype
-            and self.peer_buffers.supports_all_reduce(x, captured=captured)
+            and self.peer_buffers.should_all_reduce(x, captured=captured)
         ):
             return self.peer_buffers.all_reduce_add_rms_norm(x, residual, weight, eps)
         return op(self.all_reduce(x, captured=captured), residual, weight, eps)
@@ -130,7 +130,7 @@ class DistributedTPGroup(TPGroup):
 
     def all_reduce(self, x: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
         """All-reduce: custom kernel for small messages, else NCCL or gloo."""
-        if self.peer_buffers is not None and self.peer_buffers.supports_all_reduce(
+        if self.peer_buffers is not None and self.peer_buffers.should_all_reduce(
             x, captured=captured
         ):
             return self.peer_buffers.all_reduce(x)

@@ -67,7 +67,7 @@ def quantize_layer(
             linear_recipe = recipe.module_recipe(path, block.spec.find_site(site))
             quantize = prepared.quantize_by_site.get(site, linear_recipe.quantize)
             quantized = quantize(weight, statistics)
-            facts[path] = quantization_facts(
+            facts[path] = measure_quantization_errors(
                 weight, quantized, linear_recipe, statistics
             ) | prepared.facts.get(site, {})
             expert = block.spec.linear_at_path(path).expert
@@ -77,7 +77,7 @@ def quantize_layer(
     if calibration is not None:
         calibration.forward_to_layer_end(block)
         if not calibration.is_finite():
-            raise _with_non_finite_module(
+            raise _add_non_finite_module_to_error(
                 _non_finite_error(f"the end of {layer_name}"), calibration, layer_name
             )
     return facts, prepared.scales
@@ -116,10 +116,10 @@ def _collect_site_statistics(
             needs_hessian=needs_hessian,
         )
     except UsageError as error:
-        raise _with_non_finite_module(error, calibration, layer_name) from None
+        raise _add_non_finite_module_to_error(error, calibration, layer_name) from None
 
 
-def _with_non_finite_module(
+def _add_non_finite_module_to_error(
     error: UsageError, calibration: CalibrationState, layer_name: str
 ) -> UsageError:
     """Return the error with the module of the layer from which a NaN or infinite value comes."""
@@ -180,7 +180,7 @@ def _merge_statistics(a: InputStatistics, b: InputStatistics) -> InputStatistics
     )
 
 
-def quantization_facts(
+def measure_quantization_errors(
     weight: torch.Tensor,
     quantized: WeightFormat,
     recipe: Recipe,
@@ -204,12 +204,13 @@ def quantization_facts(
     if statistics is not None:
         outside = quantized.input_row_outside_range_mask(statistics.input_samples)
         if outside is not None:
-            facts["outside_range"] = round_to_three_digits(float(outside.float().mean()))
+            facts["outside_range"] = round_to_3_significant_digits(float(outside.float().mean()))
         peak = statistics.max_abs
         channels = peak.argsort(descending=True)[:NUM_REPORTED_OUTLIERS].tolist()
         median = float(peak.median().clamp(min=1e-30))
         facts["outliers"] = [
-            [channel, round_to_three_digits(float(peak[channel]) / median)] for channel in channels
+            [channel, round_to_3_significant_digits(float(peak[channel]) / median)]
+            for channel in channels
         ]
     return facts
 
@@ -225,15 +226,15 @@ def weight_output_error(
     if statistics is not None and quantized.QUANTIZES_INPUT:
         right = statistics.input_samples @ weight.T
         outputs = quantized.fake_quantize_input(statistics.input_samples) @ quantized.dequantize().T
-        return round_to_three_digits(
+        return round_to_3_significant_digits(
             float((outputs - right).norm() / right.norm().clamp(min=1e-30))
         )
     if statistics is None:
-        return round_to_three_digits(float(off.norm() / weight.norm().clamp(min=1e-30)))
+        return round_to_3_significant_digits(float(off.norm() / weight.norm().clamp(min=1e-30)))
     lost, whole = (float(((w @ statistics.hessian) * w).sum()) for w in (off, weight))
-    return round_to_three_digits((max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0)
+    return round_to_3_significant_digits((max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0)
 
 
-def round_to_three_digits(value: float) -> float:
+def round_to_3_significant_digits(value: float) -> float:
     """Round to three digits."""
     return float(f"{value:.3g}")

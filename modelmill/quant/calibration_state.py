@@ -15,10 +15,10 @@ from torch import nn
 
 from modelmill.core.expert_calibration_threshold import MIN_EXPERT_TOKENS
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.kv import KVCache, ModelKVCacheSpec
 from modelmill.nn.layer_spec import (
     LAYER_INPUTS,
-    ROPE_VALUE,
+    ROPE_VALUE_NAME,
     NormSpec,
     RoutingSpec,
     ScaleFoldRows,
@@ -272,7 +272,9 @@ def _forward_next_module(block: QuantizableLayer, batch: CalibrationBatch) -> No
     spec = block.spec
     if batch.num_done == 0:
         batch.values = dict(
-            zip((*LAYER_INPUTS, ROPE_VALUE), (batch.x, batch.residual, batch.rope), strict=True)
+            zip(
+                (*LAYER_INPUTS, ROPE_VALUE_NAME), (batch.x, batch.residual, batch.rope), strict=True
+            )
         )
         batch.residual = None  # freed when no later module reads it
         batch.begin_layer(tuple(module.path for module in spec.modules))
@@ -318,14 +320,16 @@ def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
         yield group
 
 
-def _allocate_shared_kv_pages(shape: KVShape, pages: int, device: str) -> KVCache:
+def _allocate_shared_kv_pages(shape: ModelKVCacheSpec, pages: int, device: str) -> KVCache:
     """Pages of all layers, which take the memory of few."""
     made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
     layers = []
     for number, size in enumerate(shape.layer_kv_sizes):
         key = number if number in shape.read_later else size
         if key not in made:
-            one = KVCache.allocate(KVShape(1, *size), pages, PAGE_SIZE, torch.float32, device)
+            one = KVCache.allocate(
+                ModelKVCacheSpec(1, *size), pages, PAGE_SIZE, torch.float32, device
+            )
             made[key] = one.k[0], one.v[0]
         layers.append(made[key])
     return KVCache(tuple(k for k, _ in layers), tuple(v for _, v in layers), PAGE_SIZE)
@@ -337,7 +341,7 @@ def _build_prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, devi
     Layers are computed one after another: those with pages of one size share them, but for those
     whose pages later layers read as well.
     """
-    shape: KVShape = model.kv
+    shape: ModelKVCacheSpec = model.kv
     lengths = [len(one) for one in ids]
     pages = [-(-n // PAGE_SIZE) for n in lengths]
     kv = _allocate_shared_kv_pages(shape, sum(pages), device)

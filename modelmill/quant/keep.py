@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.bitnet_format import BitNetContainer
+from modelmill.checkpoint.bitnet_format import DequantizingBitNetContainer
 from modelmill.checkpoint.container import TensorInfo
-from modelmill.checkpoint.fp8_format import Fp8Container
+from modelmill.checkpoint.fp8_format import DequantizingFp8Container
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.quant_layout import QuantizedMatrix, QuantLayout
 from modelmill.checkpoint.rename import ResolvedRule
@@ -46,7 +46,7 @@ GROUPWISE_WEIGHT_CLASSES = {
 
 
 @dataclass(frozen=True)
-class PrequantizedWeight:
+class PrequantizedWeightPlan:
     """A matrix of the engine from parts of the checkpoint, with the layout of each part.
 
     Attributes:
@@ -99,9 +99,9 @@ class PrequantizedWeight:
         return mixed_rows.MixedRowsWeight(tuple(rows))
 
 
-def find_prequantized_weight(
+def plan_prequantized_weight(
     resolved: ResolvedRule, checkpoint: Checkpoint
-) -> PrequantizedWeight | None:
+) -> PrequantizedWeightPlan | None:
     """Return how a matrix can be kept.
 
     It is None if no part is stored in few bits, or the matrix is not made of whole rows.
@@ -119,7 +119,7 @@ def find_prequantized_weight(
         form is not None and form.merge_key == first.merge_key for form in forms
     )
     weight_format = first.weight_format if first is not None and same else "mixed_rows"
-    return PrequantizedWeight(resolved.sources, tuple(forms), weight_format)
+    return PrequantizedWeightPlan(resolved.sources, tuple(forms), weight_format)
 
 
 DEQUANTIZED_FP8_NOTE = (
@@ -138,11 +138,11 @@ DEQUANTIZED_TERNARY_NOTE = (
 def dequantization_note(checkpoint: Checkpoint) -> str:
     """What is said of matrices that no weight format keeps; empty where there are none."""
     view = checkpoint.view
-    if isinstance(view, BitNetContainer) and view.has_quantized_matrices:
+    if isinstance(view, DequantizingBitNetContainer) and view.has_quantized_matrices:
         return DEQUANTIZED_TERNARY_NOTE
     return (
         DEQUANTIZED_FP8_NOTE
-        if isinstance(view, Fp8Container) and view.has_quantized_matrices
+        if isinstance(view, DequantizingFp8Container) and view.has_quantized_matrices
         else ""
     )
 
@@ -165,7 +165,7 @@ def resolve_keep_config(
         else:
             types[checkpoint.tensor_info(name).dtype] += len(checkpoint.tensor_info(name).shape) > 1
     if dequantization_note(checkpoint):
-        is_ternary = isinstance(checkpoint.view, BitNetContainer)
+        is_ternary = isinstance(checkpoint.view, DequantizingBitNetContainer)
         stored = "ternary weights" if is_ternary else "8-bit floats"
         raise UsageError(
             f"{checkpoint.path} holds {stored}, which are expanded when they are read and "

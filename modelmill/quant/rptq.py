@@ -34,7 +34,7 @@ from modelmill.quant.gptq import damp_hessian, gptq_codes, refine_codes_and_grid
 from modelmill.quant.group_grid import GroupGrid, find_group_grid
 from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights._rptq_columns import (
-    permute_columns,
+    gather_clustered_columns,
     round_scale_to_fp16,
     rptq_group_width_and_count,
 )
@@ -244,8 +244,10 @@ class RptqRecipe(Recipe):
 
         Rounding the inputs adds noise of a known size, by which H grows.
         """
-        wide = permute_columns(weight, perm)
-        turned = permute_columns(permute_columns(hessian, perm).T.contiguous(), perm)
+        wide = gather_clustered_columns(weight, perm)
+        turned = gather_clustered_columns(
+            gather_clustered_columns(hessian, perm).T.contiguous(), perm
+        )
         regular = damp_hessian(turned)
         if ranges is None:
             return wide, regular
@@ -311,7 +313,7 @@ def find_quant_params(
     s = statistics
     least, levels = -(2.0 ** (bits - 1)), (2.0**bits - 1) * splits_per_channel
     low, high, rows, cost = (
-        permute_columns(t, perm).view(-1, len(perm) // group_width, group_width)
+        gather_clustered_columns(t, perm).view(-1, len(perm) // group_width, group_width)
         for t in (s.min_values[None], s.max_values[None], s.input_samples, importance[None])
     )
     low, high, cost = low[0], high[0], cost[0]

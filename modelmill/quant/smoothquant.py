@@ -24,7 +24,7 @@ from modelmill.core.recipe_declaration import (
 from modelmill.quant import activation_smoothing
 from modelmill.quant.calibrate import (
     collect_input_statistics,
-    round_to_three_digits,
+    round_to_3_significant_digits,
     weight_output_error,
 )
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
@@ -158,8 +158,8 @@ class SmoothQuantRecipe(Recipe):
         )
         for site in block.sites:
             done.facts[site] |= before[site] | {
-                "layer_error": round_to_three_digits(error),
-                "layer_error_unsmoothed": round_to_three_digits(plain),
+                "layer_error": round_to_3_significant_digits(error),
+                "layer_error_unsmoothed": round_to_3_significant_digits(plain),
             }
             done.facts[site] |= {"activations": 16 if site in floats else 8}
         done.quantize_by_site.update(dict.fromkeys(floats, self.quantize_weight_only))

@@ -17,7 +17,7 @@ from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights.base import WeightFormat, pack_as_format
 from modelmill.weights.w8a8 import PER_TOKEN_SCALE_MARKER
 
-VISION_QUANTIZATIONS = ("none", "int8", "fp8")
+SEGMENTATION_RECIPE_CHOICES = ("none", "int8", "fp8")
 
 
 class W8A8NearestRecipe(Recipe):
@@ -40,7 +40,7 @@ class W8A8NearestRecipe(Recipe):
 def vision_encoder_recipe(config: BuildConfig) -> Recipe | None:
     """Return the recipe of a build whose model reads images; None for "none".
 
-    config: its quantization is one of ``VISION_QUANTIZATIONS``.
+    config: its quantization is one of ``SEGMENTATION_RECIPE_CHOICES``.
     """
     if config.quantization == "int8":
         weights_alone = config.activation_scales == "none"

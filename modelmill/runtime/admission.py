@@ -35,7 +35,7 @@ def have_similar_output_limits(seqs: Iterable[Sequence]) -> bool:
     return not max_outputs or max(max_outputs) <= MAX_OUTPUT_LIMIT_RATIO * min(max_outputs)
 
 
-def peak_pages(
+def predict_peak_pages(
     seqs: Collection[Sequence],
     page_size: int,
     windows: Seq[int | None] = (None,),
@@ -64,7 +64,7 @@ def peak_pages(
 
 
 def _peak_full_attention_pages(seqs: Iterable[Sequence], page_size: int) -> int:
-    """As ``peak_pages``, of layers with full attention."""
+    """As ``predict_peak_pages``, of layers with full attention."""
     lengths = []
     tokens_left = []
     unknown_pages = 0
@@ -87,7 +87,7 @@ def _peak_full_attention_pages(seqs: Iterable[Sequence], page_size: int) -> int:
 def _peak_windowed_pages(
     seqs: Iterable[Sequence], page_size: int, window: int, step_tokens: int
 ) -> int:
-    """As ``peak_pages``, of layers with a window.
+    """As ``predict_peak_pages``, of layers with a window.
 
     Sequences count with the most that each will use, as if all ended last.
     """

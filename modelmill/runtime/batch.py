@@ -112,7 +112,7 @@ class PackedBatch:
 
 
 @dataclass(frozen=True)
-class LogitRows:
+class LogitRowSpec:
     """Logit rows of a step.
 
     Attributes:
@@ -197,7 +197,7 @@ class BatchPacker:
     def pack(
         self,
         work: Seq[tuple[Sequence, int]],
-        logit_rows: LogitRows,
+        logit_rows: LogitRowSpec,
         decode_pad: tuple[int, int] | None = None,
         prefill_pad: PaddedStepShape | None = None,
     ) -> PackedBatch:
@@ -465,7 +465,7 @@ class BatchPacker:
             section[num_tokens:] = 0
         out.slots[num_tokens:] = -1
 
-    def _write_logit_rows(self, out: HostArrays, logit_rows: LogitRows, samples: int) -> None:
+    def _write_logit_rows(self, out: HostArrays, logit_rows: LogitRowSpec, samples: int) -> None:
         n = len(logit_rows.rows)
         if n:
             out.logit_rows[:n] = logit_rows.rows

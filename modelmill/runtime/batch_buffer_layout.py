@@ -16,7 +16,7 @@ _SECTION_ALIGNMENT_WORDS = (
 # inputs of ``ops.sample`` for each row
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "noise")
 # which recurrent state each sequence uses (``ops.recurrent_metadata.RecurrentStepMetadata``)
-STATE_FIELDS = ("state_slots", "snapshot_slots", "snapshot_ends")
+RECURRENT_STATE_SECTIONS = ("state_slots", "snapshot_slots", "snapshot_ends")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BatchBufferLayout:
         ]
         wide += [("logit_rows", r), ("keep_slots", r), ("noise", r)]
         if self.has_state:
-            wide += [(name, b) for name in STATE_FIELDS]
+            wide += [(name, b) for name in RECURRENT_STATE_SECTIONS]
         narrow = [("temperature", r), ("top_k", r), ("top_p", r), ("min_p", r)]
         narrow += [
             ("query_start", b + 1),
@@ -142,7 +142,9 @@ class HostArrays:
         self.more_slots = [each.numpy() for each in views.more_slots]
         self.more_block_tables = [each.numpy() for each in views.more_block_tables]
         self.state_fields = [
-            getattr(views, name).numpy() for name in STATE_FIELDS if views.layout.has_state
+            getattr(views, name).numpy()
+            for name in RECURRENT_STATE_SECTIONS
+            if views.layout.has_state
         ]
 
 

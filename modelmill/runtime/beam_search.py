@@ -158,7 +158,7 @@ class BeamSearch:
                 token_mask[
                     i,
                     torch.tensor(
-                        logits_processors.visible_token_ids(seq),
+                        logits_processors.processor_visible_token_ids(seq),
                         dtype=torch.int64,
                         device=logs.device,
                     ),
@@ -181,6 +181,6 @@ class BeamSearch:
             logs[:, sorted(t for t in first.stop_ids if t < logs.shape[1])] = float("-inf")
         if settings:
             self._apply_processor_per_beam(
-                logits_processors.force_and_suppress_tokens, logs, settings
+                logits_processors.apply_post_min_length_processors, logs, settings
             )
         return logs.log_softmax(-1) if settings and settings.renormalize_logits else logs

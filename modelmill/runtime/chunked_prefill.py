@@ -22,7 +22,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-MAX_STEP_TIME_RATIO = 2.3
+MAX_MIXED_TO_DECODE_TIME_RATIO = 2.3
 """Limit of a mixed step's time over a decode step's time.
 
 It keeps the 99th percentile of the inter-token latency below three times the median.
@@ -165,7 +165,7 @@ class AdaptiveChunkSize:
 
     def _max_mixed_step_seconds(self, usual: float) -> float:
         """The limit of a mixed step's time, beside decode steps of ``usual`` seconds."""
-        limit = MAX_STEP_TIME_RATIO * usual
+        limit = MAX_MIXED_TO_DECODE_TIME_RATIO * usual
         if len(self._small_step_seconds) < MIN_SAMPLES:
             return limit
         return max(

@@ -37,19 +37,19 @@ from modelmill.ops.cuda_graph import (
     CapturedGraph,
     GraphCapturer,
     NotCapturable,
-    check_capturable,
     run_on_side_stream,
+    run_without_host_sync,
 )
 from modelmill.runtime.batch import BatchPacker, PackedBatch
 from modelmill.runtime.batch_buffer_layout import BatchBufferLayout
 from modelmill.runtime.graph_sizes import (
     MAX_GRAPH_SEQS,
     MAX_GRAPH_TOKENS_TIMES_RANKS,
-    MAX_PREFILL_GRAPHS,
+    MAX_SINGLE_PROMPT_GRAPHS,
     MIXED_GRAPH_TOKEN_COUNTS,
     PREFILL_GRAPH_BYTES,
     PaddedStepShape,
-    PrefillLimits,
+    PrefillGraphLimits,
     context_bucket,
     graph_batch_sizes,
     max_mixed_graphs,
@@ -75,7 +75,7 @@ class GraphLimits:
 
     max_seqs: int
     max_context: int
-    prefill: PrefillLimits
+    prefill: PrefillGraphLimits
 
 
 def graph_limits(
@@ -99,7 +99,7 @@ def graph_limits(
     max_tokens = config.max_num_batched_tokens
     if config.tp > 1:
         max_tokens = min(max_tokens, MAX_GRAPH_TOKENS_TIMES_RANKS // config.tp)
-    prefill = PrefillLimits(max_tokens, max_context, max_seqs, mixed)
+    prefill = PrefillGraphLimits(max_tokens, max_context, max_seqs, mixed)
     return GraphLimits(max_seqs, max_context, prefill)
 
 
@@ -107,7 +107,9 @@ def max_prefill_graph_bytes(config: RunConfig, device_bytes: int) -> int:
     """Device memory that the prefill graphs may take; arguments as of ``graph_limits``."""
     if not device_bytes or not config.cuda_graphs:
         return 0
-    return (MAX_PREFILL_GRAPHS + _max_mixed_graphs(config, device_bytes)) * PREFILL_GRAPH_BYTES
+    return (
+        MAX_SINGLE_PROMPT_GRAPHS + _max_mixed_graphs(config, device_bytes)
+    ) * PREFILL_GRAPH_BYTES
 
 
 def _max_mixed_graphs(config: RunConfig, device_bytes: int) -> int:
@@ -208,7 +210,7 @@ class DecodeGraphs:
 
     def _check_capturable(self, batch: PackedBatch, graph_output: str) -> None:
         """Check once per output that all ops can be captured."""
-        check_capturable(lambda: self._run(batch, graph_output))
+        run_without_host_sync(lambda: self._run(batch, graph_output))
         self._capturable_outputs.add(graph_output)
 
     def _logits_buffer(self, logits: torch.Tensor) -> torch.Tensor:
@@ -262,7 +264,7 @@ class PrefillGraphs:
         self,
         forward: Callable[[PackedBatch], torch.Tensor],
         capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph[torch.Tensor]],
-        limits: PrefillLimits,
+        limits: PrefillGraphLimits,
         states: RecurrentStateCache | None = None,
         *,
         is_parallel: bool = False,
@@ -355,6 +357,6 @@ class PrefillGraphCapturer:
         with run_on_side_stream(self._stream):
             call()
             if not self._checked_capturable:
-                check_capturable(call)
+                run_without_host_sync(call)
                 self._checked_capturable = True
             return self._capturer.capture_on_current_stream(call)

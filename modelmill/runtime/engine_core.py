@@ -58,7 +58,7 @@ from modelmill.runtime.tp_worker_pool import TPWorkerPool
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 
 OUT_OF_MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
-_BUDGET_RETRY_STEPS = 100
+_STEPS_UNTIL_BUDGET_REGROWTH = 100
 
 
 class EngineCore:
@@ -111,7 +111,7 @@ class EngineCore:
         self.rope_length_source = RopeFrequencyRule.from_model(model)
         decode, ranks = self.ops.decode, tp_group.size
         self.kv_shape = model_kv_shape(model, self.max_model_len, decode, self.kv_dtype, ranks)
-        self.state_capacity, self.num_pages = self._plan_cache_sizes(tp_group)
+        self.state_capacity, self.num_pages = self._plan_cache_sizes_and_cap_max_seqs(tp_group)
         config = self.config
         self.request_limits = self._make_request_limits()
         cuda = self.device.startswith("cuda")
@@ -156,25 +156,27 @@ class EngineCore:
         # times steps for AdaptiveChunkSize; tests replace it
         self.clock: Callable[[], float] = time.perf_counter
 
-    def _plan_cache_sizes(self, tp_group: TPGroup) -> tuple[StateCapacity | None, int]:
+    def _plan_cache_sizes_and_cap_max_seqs(
+        self, tp_group: TPGroup
+    ) -> tuple[StateCapacity | None, int]:
         """The slots of recurrent state, if the model keeps any, and the KV pages.
 
         As many sequences run as there are slots for.
         """
         config = self.config
-        device_bytes = capacity.total_device_bytes(self.device)
+        device_bytes = capacity.total_gpu_bytes(self.device)
         graph_bytes = cuda_graphs.max_prefill_graph_bytes(config, device_bytes)
         state = capacity.model_state_capacity(self.model, self.ops, config, tp_group, graph_bytes)
         if state is not None:
             self.config = config = replace(config, max_num_seqs=state.sequences)
-        pages = capacity.num_kv_pages(
+        pages = capacity.determine_num_kv_pages(
             self.model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group, graph_bytes,
             state,
         )  # fmt: skip
         return state, pages
 
     def _graph_limits(self, max_pages_per_seq: int) -> cuda_graphs.GraphLimits | None:
-        device_bytes = capacity.total_device_bytes(self.device)
+        device_bytes = capacity.total_gpu_bytes(self.device)
         return cuda_graphs.graph_limits(self.config, max_pages_per_seq, device_bytes)
 
     def _make_request_limits(self) -> RequestLimits:
@@ -199,14 +201,14 @@ class EngineCore:
             windows=self.kv_shape.group_windows,
             page_id_strides=self.kv_shape.page_id_strides,
         )
-        max_idle_pages = capacity.max_idle_pages(
+        max_idle_prefix_cache_pages = capacity.max_idle_prefix_cache_pages(
             self.config, self.num_pages, self.page_bytes, self.device
         )
         states = None
         if self.state_capacity is not None:
             sizes = self.state_capacity
             states = StateSnapshotCache(sizes.sequences, sizes.snapshots, self.page_size)
-        pool = PagePool(self.num_pages, max_idle_pages, len(limits.windows))
+        pool = PagePool(self.num_pages, max_idle_prefix_cache_pages, len(limits.windows))
         return Scheduler(limits, pool, width, states)
 
     def _allocate_caches(
@@ -497,7 +499,7 @@ class EngineCore:
         except OUT_OF_MEMORY_ERRORS:
             if self.model_runner.tp_workers is not None:
                 raise  # the other ranks already run this step: it cannot be made smaller
-            return self._shrink_after_oom(schedule)
+            return self._shrink_step_or_abort_after_oom(schedule)
         self._update_after_launch(schedule)
         return step
 
@@ -556,11 +558,11 @@ class EngineCore:
         if self.scheduler.step_token_budget < full:
             # reduced after an out-of-memory error: try larger steps again after a while
             self._steps_since_oom += 1
-            if self._steps_since_oom >= _BUDGET_RETRY_STEPS:
+            if self._steps_since_oom >= _STEPS_UNTIL_BUDGET_REGROWTH:
                 self._steps_since_oom = 0
                 self.scheduler.set_step_token_budget(2 * self.scheduler.step_token_budget)
 
-    def _shrink_after_oom(self, schedule: Schedule) -> PendingStep:
+    def _shrink_step_or_abort_after_oom(self, schedule: Schedule) -> PendingStep:
         """Halve the step size after an out-of-memory error.
 
         If the step cannot be smaller, its latest request is aborted instead. Returns a step without

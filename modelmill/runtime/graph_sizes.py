@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 MAX_GRAPH_SEQS = 512  # sequences of the largest decode graph
-PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
+SINGLE_PROMPT_GRAPH_TOKEN_COUNTS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 """Tokens of the steps of a single prompt."""
 MAX_FREELY_PADDED_TOKENS = 512  # tokens: any padding up to this size costs less than launching
 MAX_PAD_FRACTION = 1 / 64  # share of padding allowed in a larger size of a single prompt
@@ -18,8 +18,8 @@ MIN_MIXED_GRAPH_SEQS, MIXED_GRAPH_SEQS_FACTOR = 16, 4
 """Sequences are padded to this, to four times as many, and so on: empty ones cost little."""
 MAX_GRAPH_TOKENS_TIMES_RANKS = 2048
 """Divided by the ranks: of larger padded steps NCCL's all-reduces are faster, launched."""
-MAX_WARM_UP_SEQS = 64  # mixed graphs of more sequences are captured when they are met
-MAX_PREFILL_GRAPHS = 16  # of a single prompt; steps of further sizes are launched
+MAX_WARM_UP_MIXED_GRAPH_SEQS = 64  # mixed graphs of more sequences are captured when they are met
+MAX_SINGLE_PROMPT_GRAPHS = 16  # of a single prompt; steps of further sizes are launched
 MAX_MIXED_GRAPHS = 48
 PREFILL_GRAPH_BYTES = 40 << 20
 """Device memory of a prefill graph: mostly a cuBLAS workspace."""
@@ -47,7 +47,7 @@ class PaddedStepShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrefillLimits:
+class PrefillGraphLimits:
     """Which sizes the steps with prompts of an engine are padded to.
 
     Attributes:
@@ -67,7 +67,7 @@ class PrefillLimits:
         """Sizes of the steps of a single prompt, none larger than needed."""
         return tuple(
             size
-            for below, size in pairwise((0, *PREFILL_GRAPH_SIZES))
+            for below, size in pairwise((0, *SINGLE_PROMPT_GRAPH_TOKEN_COUNTS))
             if size <= self.max_tokens and below < self.max_context
         )
 
@@ -87,7 +87,7 @@ class PrefillLimits:
 
     def max_graphs(self, size: PaddedStepShape) -> int:
         """Most graphs of the kind of ``size``."""
-        return self.max_mixed_graphs if size.is_mixed else MAX_PREFILL_GRAPHS
+        return self.max_mixed_graphs if size.is_mixed else MAX_SINGLE_PROMPT_GRAPHS
 
     def padded_shape(self, tokens: int, seqs: int, context: int) -> PaddedStepShape | None:
         """What a step is padded to; None: it is not padded.
@@ -125,7 +125,7 @@ class PrefillLimits:
         mixed = [
             PaddedStepShape(tokens, seqs, bound)
             for seqs in reversed(self.mixed_seqs)
-            if 1 < seqs <= MAX_WARM_UP_SEQS
+            if 1 < seqs <= MAX_WARM_UP_MIXED_GRAPH_SEQS
             for tokens in reversed(self.mixed_token_counts)
         ]
         return sorted((*singles, *mixed[: self.max_mixed_graphs]), reverse=True)

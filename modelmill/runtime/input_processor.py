@@ -11,7 +11,12 @@ from modelmill.core.types import Guide, ImageEmbeddingSpan, Request, SamplingPar
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import derive_seed
-from modelmill.runtime.sequence import RequestLimits, RopeFrequencyRule, Sequence, check_request
+from modelmill.runtime.sequence import (
+    RequestLimits,
+    RopeFrequencyRule,
+    Sequence,
+    check_request_and_get_ids,
+)
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 
 MakeGuide = Callable[[Request], Guide]
@@ -107,7 +112,7 @@ class InputProcessor:
             request = replace(request, params=params)
         if request.id in self._output_processor.live_sequences:
             raise RequestError(f"request id {request.id!r} is already running; choose another")
-        ids = check_request(request, self._limits)
+        ids = check_request_and_get_ids(request, self._limits)
         limit = len(request.prompt) + self._max_output_tokens(request)
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         searches = params.num_beams > 1 and limit > len(request.prompt)

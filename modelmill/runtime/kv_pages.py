@@ -208,7 +208,7 @@ class PageTables:
             rows: Most running sequences.
             width: Pages of the longest.
             steps: Of each page group, how far apart the numbers of two pages are in its tables
-                (``KVShape.page_id_strides``).
+                (``ModelKVCacheSpec.page_id_strides``).
         """
         self._steps = tuple(steps)
         self.tables = tuple(np.zeros((rows, width), dtype=np.int32) for _ in self._steps)
@@ -241,6 +241,6 @@ class PageTables:
         if freed:
             self.tables[group][row, :freed] = pages[freed] * self._steps[group]
 
-    def free_row(self, row: int) -> None:
+    def return_row_to_free_list(self, row: int) -> None:
         """Return a row of the table to the free list."""
         self._rows.append(row)

@@ -58,7 +58,7 @@ def apply_additive_penalties(
 _NEG_INF = float("-inf")
 
 
-def visible_token_ids(seq: Sequence) -> list[int]:
+def processor_visible_token_ids(seq: Sequence) -> list[int]:
     """The tokens that the original model sees as ids: no image tokens, of some prompts none."""
     if not seq.request.penalize_prompt:
         return seq.tokens[seq.prompt_len :]
@@ -74,7 +74,7 @@ def apply_before_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsP
     """Processors that transformers runs before the repetition penalty."""
     _add_sequence_bias(
         row,
-        visible_token_ids(seq) if processors.depends_on_past_tokens else [],
+        processor_visible_token_ids(seq) if processors.depends_on_past_tokens else [],
         processors.sequence_bias,
     )
     if processors.encoder_repetition_penalty != 1.0:
@@ -89,7 +89,7 @@ def apply_after_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsPr
     """Processors that transformers runs after the repetition penalty."""
     ends = seq.request.eos_ids
     if processors.depends_on_past_tokens:
-        tokens = np.array(visible_token_ids(seq), dtype=np.int64)
+        tokens = np.array(processor_visible_token_ids(seq), dtype=np.int64)
         _ban_ids(row, banned_ngram_ids(tokens, tokens, processors.no_repeat_ngram_size))
         prompt = tokens[: len(tokens) - (len(seq.tokens) - seq.prompt_len)]
         _ban_ids(row, banned_ngram_ids(prompt, tokens, processors.encoder_no_repeat_ngram_size))
@@ -103,13 +103,13 @@ def apply_after_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsPr
         _ban_ids(row, (word[0] for word in processors.bad_words_ids if word[0] not in ends))
 
 
-def force_and_suppress_tokens(
+def apply_post_min_length_processors(
     row: torch.Tensor, seq: Sequence, processors: LogitsProcessors
 ) -> None:
     """Processors that transformers runs after the minimum lengths."""
     if (
         processors.forced_bos_token_id is not None
-        and seq.length - _num_hidden_prompt_tokens(seq) == 1
+        and seq.length - _num_processor_hidden_prompt_tokens(seq) == 1
     ):
         _force_ids(row, (processors.forced_bos_token_id,))
     if processors.forced_eos_token_id and seq.length == seq.max_length - 1:
@@ -124,7 +124,7 @@ def force_and_suppress_tokens(
     _ban_ids(row, processors.suppress_tokens)
     # after a prompt of one token with a forced BOS, the output begins after that BOS
     forced_bos = processors.forced_bos_token_id is not None
-    after_bos = forced_bos and seq.prompt_len - _num_hidden_prompt_tokens(seq) <= 1
+    after_bos = forced_bos and seq.prompt_len - _num_processor_hidden_prompt_tokens(seq) <= 1
     if seq.num_outputs == int(after_bos):
         _ban_ids(row, processors.begin_suppress_tokens)
 
@@ -140,7 +140,7 @@ def banned_ngram_ids(source: np.ndarray, tokens: np.ndarray, ngram_size: int) ->
     return np.unique(ends[same])
 
 
-def _num_hidden_prompt_tokens(seq: Sequence) -> int:
+def _num_processor_hidden_prompt_tokens(seq: Sequence) -> int:
     """Tokens of the prompt that the original model does not see as ids."""
     return (
         seq.prompt_len
@@ -152,7 +152,7 @@ def _num_hidden_prompt_tokens(seq: Sequence) -> int:
 def _unique_prompt_ids(seq: Sequence, row: torch.Tensor) -> torch.Tensor:
     """The distinct ids of the prompt."""
     num_outputs = len(seq.tokens) - seq.prompt_len
-    tokens = visible_token_ids(seq)
+    tokens = processor_visible_token_ids(seq)
     return torch.tensor(
         sorted(set(tokens[: len(tokens) - num_outputs])), dtype=torch.int64, device=row.device
     )

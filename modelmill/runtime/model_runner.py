@@ -28,7 +28,7 @@ from modelmill.nn.step import Step
 from modelmill.ops.cuda_graph import NotCapturable
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime.batch import BatchPacker, LogitRows, PackedBatch
+from modelmill.runtime.batch import BatchPacker, LogitRowSpec, PackedBatch
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
     GREEDY_GRAPH_OUTPUT,
@@ -43,8 +43,8 @@ from modelmill.runtime.cuda_graphs import (
 from modelmill.runtime.graph_sizes import PaddedStepShape
 from modelmill.runtime.pending_step import (
     PendingStep,
-    StepForward,
-    StepLogitRows,
+    StepForwardResult,
+    StepLogitRowMap,
     assign_logit_rows,
     sum_pooled_hidden_states,
 )
@@ -56,8 +56,8 @@ from modelmill.runtime.tp_worker_pool import (
     COPY_STATES_COMMAND,
     FORWARD_COMMAND,
     PADDED_COMMANDS,
-    StepCommand,
     TPWorkerPool,
+    WorkerCommand,
 )
 
 _log = log.get_logger(__name__)
@@ -205,7 +205,7 @@ class ModelRunner:
         return self.forward(batch)
 
     @torch.inference_mode()
-    def run_step_command(self, command: StepCommand, batch: PackedBatch) -> None:
+    def run_step_command(self, command: WorkerCommand, batch: PackedBatch) -> None:
         """On ranks above 0: run the step that rank 0 runs after it has sent ``command``."""
         if command.embed_width:
             batch = self._broadcast_embeds(batch, command.embed_width)
@@ -234,7 +234,7 @@ class ModelRunner:
         """Send the batch that was packed last to the other ranks, if there are any."""
         if self.tp_workers is None:
             return
-        message = StepCommand.from_batch(batch, command, num_kept_ids, num_pooled_rows)
+        message = WorkerCommand.from_batch(batch, command, num_kept_ids, num_pooled_rows)
         self.tp_workers.broadcast(message, self.packer.packed_host_buffer(batch))
         if message.embed_width:
             self._broadcast_embeds(batch, message.embed_width)
@@ -257,7 +257,7 @@ class ModelRunner:
         return ids
 
     @torch.inference_mode()
-    def launch_forward(self, schedule: Schedule) -> StepForward:
+    def launch_forward(self, schedule: Schedule) -> StepForwardResult:
         """Launch the forward pass of a scheduled step without waiting for it.
 
         A plain decode runs by graph, which samples too unless its logits have to be changed.
@@ -266,7 +266,7 @@ class ModelRunner:
         self.copy_states(schedule.state_copies)
         rows = assign_logit_rows(schedule)
         if not schedule.work:
-            return StepForward(schedule, rows)
+            return StepForwardResult(schedule, rows)
         sampling = self.sampler.prepare_batch(rows.seqs)
         if self._can_replay_decode_graph(schedule, rows):
             replayed = self._replay_decode_graph(schedule, rows, sampling)
@@ -286,10 +286,10 @@ class ModelRunner:
             logits = self.forward(batch)
         else:
             logits = self._forward_padded(batch, prefill_pad, num_kept_ids)
-        return StepForward(schedule, rows, sampling, batch, logits, states=states)
+        return StepForwardResult(schedule, rows, sampling, batch, logits, states=states)
 
     @torch.inference_mode()
-    def launch_sampling(self, forward: StepForward) -> PendingStep:
+    def launch_sampling(self, forward: StepForwardResult) -> PendingStep:
         """Launch the sampling of a step and the copies of its results to the host."""
         schedule = forward.schedule
         rows = forward.rows
@@ -327,7 +327,7 @@ class ModelRunner:
             return
         for size in [s for s in self.decode_graphs.sizes if s <= max_seqs]:
             batch = self.packer.pack(
-                [], LogitRows([], []), self.decode_graphs.padded_shape(size, 1)
+                [], LogitRowSpec([], []), self.decode_graphs.padded_shape(size, 1)
             )
             try:
                 for graph_output in (GREEDY_GRAPH_OUTPUT, SAMPLED_GRAPH_OUTPUT):
@@ -344,7 +344,7 @@ class ModelRunner:
             return
         for size in self.prefill_graphs.limits.capture_sizes():
             for _ in range(CAPTURE_AFTER_USES):
-                batch = self.packer.pack([], LogitRows([0], [-1]), prefill_pad=size)
+                batch = self.packer.pack([], LogitRowSpec([0], [-1]), prefill_pad=size)
                 self._forward_padded(batch, size)
 
     def _disable_decode_graphs(self, error: NotCapturable) -> None:
@@ -370,7 +370,9 @@ class ModelRunner:
         """Send pairs to the other ranks, if there are any; returns them, [n, 2] int64."""
         out = torch.tensor(pairs, dtype=torch.int64)
         if self.tp_workers is not None:
-            self.tp_workers.broadcast(StepCommand(command, out.numel()), out.numpy().data.cast("B"))
+            self.tp_workers.broadcast(
+                WorkerCommand(command, out.numel()), out.numpy().data.cast("B")
+            )
         return out
 
     @contextlib.contextmanager
@@ -395,7 +397,7 @@ class ModelRunner:
         finally:
             self.hooked = was_hooked
 
-    def _can_replay_decode_graph(self, schedule: Schedule, rows: StepLogitRows) -> bool:
+    def _can_replay_decode_graph(self, schedule: Schedule, rows: StepLogitRowMap) -> bool:
         """Whether the step is a plain decode: one sampled token per sequence and nothing else."""
         work = schedule.work
         if (
@@ -406,20 +408,22 @@ class ModelRunner:
             or rows.prompt_rows
         ):
             return False
-        if any(count != 1 for _, count in work) or any(_needs_embeds(s) for s, _ in work):
+        if any(count != 1 for _, count in work) or any(
+            _has_uncomputed_image_tokens(s) for s, _ in work
+        ):
             return False
         return len(work) <= self.decode_graphs.max_seqs
 
     def _replay_decode_graph(
-        self, schedule: Schedule, rows: StepLogitRows, sampling: SamplingBatch
-    ) -> StepForward | None:
+        self, schedule: Schedule, rows: StepLogitRowMap, sampling: SamplingBatch
+    ) -> StepForwardResult | None:
         """Run a decode step by graph; None, and graphs off, if an op cannot be captured."""
         assert self.decode_graphs is not None
         work = schedule.work
         n = len(work)
         pad = self.decode_graphs.padded_shape(n, max(s.computed for s, _ in work) + 1)
         keep_slots = [s.table_row for s in rows.seqs]
-        logit_rows = LogitRows(range(n), keep_slots, sampling.sampling_inputs())
+        logit_rows = LogitRowSpec(range(n), keep_slots, sampling.sampling_inputs())
         batch = self.packer.pack(work, logit_rows, pad)
         # penalties, grammars and logprobs need per-request tables, which no graph holds
         samples_in_graph = not sampling.changes and sampling.logprob_rows is None
@@ -435,11 +439,11 @@ class ModelRunner:
             self._disable_decode_graphs(error)
             return None
         if samples_in_graph:
-            return StepForward(schedule, rows, sampling, batch, ids=output)
-        return StepForward(schedule, rows, sampling, batch, logits=output)
+            return StepForwardResult(schedule, rows, sampling, batch, ids=output)
+        return StepForwardResult(schedule, rows, sampling, batch, logits=output)
 
     def _padded_prefill_size(
-        self, schedule: Schedule, rows: StepLogitRows
+        self, schedule: Schedule, rows: StepLogitRowMap
     ) -> PaddedStepShape | None:
         """What a step with prompts is padded to, for a prefill graph; None: it is not padded."""
         work = schedule.work
@@ -450,7 +454,7 @@ class ModelRunner:
             or rows.beam_rows
             or rows.prompt_rows
             or rows.pooled_rows
-            or any(_needs_embeds(seq) for seq, _ in work)
+            or any(_has_uncomputed_image_tokens(seq) for seq, _ in work)
         ):
             return None
         context = max(seq.computed + count for seq, count in work)
@@ -474,6 +478,6 @@ class ModelRunner:
         return self.prefill_graphs.run(batch, size, use)
 
 
-def _needs_embeds(seq: Sequence) -> bool:
+def _has_uncomputed_image_tokens(seq: Sequence) -> bool:
     """Whether tokens still to be computed have image embeddings, which a graph cannot take."""
     return any(span.position + span.length > seq.computed for span in seq.request.embedding_spans)

@@ -10,7 +10,7 @@ import torch
 from modelmill.core.types import MEAN_POOLING, FinishReason, Logprob, TokenOutput
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.pending_step import PendingStep
-from modelmill.runtime.sampler import Sampler, read_logprobs
+from modelmill.runtime.sampler import Sampler, parse_logprob_row
 from modelmill.runtime.scheduler import Scheduler
 from modelmill.runtime.sequence import Sequence
 
@@ -38,7 +38,7 @@ class OutputProcessor:
         leader = seqs[0]
         if leader.beam_search is not None:
             self.num_beam_searches += 1
-        self.num_guided += sum(map(_needs_sampled_token, seqs))
+        self.num_guided += sum(map(_prevents_launch_ahead, seqs))
         self.live_sequences[leader.request.id] = seqs
         self.scheduler.add(leader)
 
@@ -51,13 +51,13 @@ class OutputProcessor:
             assert prompt.seq.prompt_logprobs is not None
             top = prompt.seq.request.params.prompt_logprobs or 0
             prompt.seq.prompt_logprobs.extend(
-                read_logprobs(row, top) for row in prompt.logprob_table.tolist()
+                parse_logprob_row(row, top) for row in prompt.logprob_table.tolist()
             )
         for i, seq in enumerate(pending.seqs):
             if seq.finish_reason is None:  # else it ended after this step was launched ahead
                 events.append(self._append_token(seq, ids[i], top_logprobs.get(i)))
         for search, logits in pending.beam_logits:
-            events += self._advance_beams(search, logits)  # type: ignore[arg-type]
+            events += self._advance_or_finish_beam_search(search, logits)  # type: ignore[arg-type]
         for pooled in pending.pooled_states:
             pooled.seq.accumulate_pooled_sum(pooled.state_sum, is_first=pooled.is_first)
         for (seq, _), computed in zip(pending.schedule.work, pending.computed_after):
@@ -75,7 +75,7 @@ class OutputProcessor:
         self, seq: Sequence, token: int, top_logprobs: Mapping[int, Logprob] | None
     ) -> TokenOutput:
         """Append a sampled token and end the sequence if this token ends it."""
-        cached = self._count_prompt_tokens_once(seq)
+        cached = self._count_prompt_and_get_cached(seq)
         self.output_tokens += 1
         prompt_logprobs = None
         if seq.prompt_logprobs is not None and len(seq.tokens) == seq.prompt_len:
@@ -108,7 +108,7 @@ class OutputProcessor:
             cached,
         )
 
-    def _count_prompt_tokens_once(self, seq: Sequence) -> int:
+    def _count_prompt_and_get_cached(self, seq: Sequence) -> int:
         """Count a request's prompt once and return its tokens from the prefix cache.
 
         Later sequences of the request, and preempted ones, find the request's own pages in the
@@ -127,13 +127,13 @@ class OutputProcessor:
         params = [s.request.params for s in pending.seqs]
         rows = pending.logprob_table.tolist()
         return {
-            i: read_logprobs(row, params[i].logprobs or 0)
+            i: parse_logprob_row(row, params[i].logprobs or 0)
             for i, row in zip(pending.sampling.logprob_indices, rows)
         }
 
     def _finish_prompt_only(self, seq: Sequence) -> list[TokenOutput]:
         """Finish a request for zero tokens whose prompt is computed."""
-        cached = self._count_prompt_tokens_once(seq)
+        cached = self._count_prompt_and_get_cached(seq)
         events = []
         embedding = _pooled_hidden_state_bytes(seq)
         for member in [*self.live_sequences.get(seq.request.id, ())]:
@@ -158,7 +158,7 @@ class OutputProcessor:
         if isinstance(seq.beam_search, BeamSearch):
             seq.beam_search.finish_early()
             return self._finish_beam_search(seq.beam_search)
-        cached = self._count_prompt_tokens_once(seq)
+        cached = self._count_prompt_and_get_cached(seq)
         self.finish_sequence(seq, FinishReason.LENGTH)
         return [
             TokenOutput(
@@ -170,7 +170,9 @@ class OutputProcessor:
             )
         ]
 
-    def _advance_beams(self, search: BeamSearch, logits: torch.Tensor) -> list[TokenOutput]:
+    def _advance_or_finish_beam_search(
+        self, search: BeamSearch, logits: torch.Tensor
+    ) -> list[TokenOutput]:
         """Advance a beam search: replace its beams by their extensions.
 
         The first extension of a beam reuses its sequence, further ones fork it; beams without an
@@ -179,7 +181,7 @@ class OutputProcessor:
         if search.seqs[0].finish_reason is not None:
             return []
         parents = search.seqs
-        self._count_prompt_tokens_once(parents[0])
+        self._count_prompt_and_get_cached(parents[0])
         children = search.advance(logits)
         if not children:
             return self._finish_beam_search(search)
@@ -207,7 +209,7 @@ class OutputProcessor:
     def _finish_beam_search(self, search: BeamSearch) -> list[TokenOutput]:
         """End a beam search; returns the n best results, best first."""
         request = search.seqs[0].request
-        cached = self._count_prompt_tokens_once(search.seqs[0])
+        cached = self._count_prompt_and_get_cached(search.seqs[0])
         for seq in list(search.seqs):
             self.finish_sequence(seq, FinishReason.STOP)
         events = []
@@ -234,7 +236,7 @@ class OutputProcessor:
         if seq.finish_reason is not None:
             return
         seq.finish(finish_reason)
-        if _needs_sampled_token(seq):
+        if _prevents_launch_ahead(seq):
             self.num_guided -= 1
         self.scheduler.remove(seq)
         if seq.beam_search is None and seq.siblings:
@@ -251,7 +253,7 @@ class OutputProcessor:
                 self.num_beam_searches -= 1
 
 
-def _needs_sampled_token(seq: Sequence) -> bool:
+def _prevents_launch_ahead(seq: Sequence) -> bool:
     """Whether the host must read a token before the next one can be sampled."""
     processors = seq.logits_processors
     return seq.guide is not None or (processors is not None and processors.depends_on_past_tokens)

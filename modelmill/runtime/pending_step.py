@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from modelmill.core.types import MEAN_POOLING
-from modelmill.runtime.batch import LogitRows, PackedBatch
+from modelmill.runtime.batch import LogitRowSpec, PackedBatch
 from modelmill.runtime.sampler import SamplingBatch, logprob_table
 from modelmill.runtime.scheduler import Schedule, Scheduler
 from modelmill.runtime.sequence import Sequence
@@ -37,7 +37,7 @@ class PromptHiddenStateSum:
 
 
 @dataclass
-class StepLogitRows:
+class StepLogitRowMap:
     """The use of each logit row of a step, in order: samples, beams, prompts, hidden states.
 
     Attributes:
@@ -59,7 +59,7 @@ class StepLogitRows:
         """Rows whose hidden state is returned."""
         return sum(count for _, _, count in self.pooled_rows)
 
-    def logit_rows(self, schedule: Schedule, sampling: SamplingBatch) -> LogitRows:
+    def logit_rows(self, schedule: Schedule, sampling: SamplingBatch) -> LogitRowSpec:
         """The rows to compute logits of, in the order in which the results are read."""
         rows = [*self.sample_rows]
         rows += [row for members in self.beam_rows.values() for _, row in members]
@@ -71,7 +71,7 @@ class StepLogitRows:
             # siblings get a table row only after this launch: the host reads their first id
             keep_slots[at + 1 : at + 1 + len(siblings)] = [-1] * len(siblings)
         keep_slots += [-1] * (len(rows) - len(keep_slots))
-        return LogitRows(rows or [0], keep_slots or [-1], sampling.sampling_inputs())
+        return LogitRowSpec(rows or [0], keep_slots or [-1], sampling.sampling_inputs())
 
     def beam_logits(self, logits: torch.Tensor) -> list[tuple[object, torch.Tensor]]:
         """(beam search, logits of its beams), from the logits of ``logit_rows``."""
@@ -98,7 +98,7 @@ class StepLogitRows:
 
 
 @dataclass(frozen=True)
-class StepForward:
+class StepForwardResult:
     """The forward pass of a launched step, before its tokens are sampled.
 
     Attributes:
@@ -112,7 +112,7 @@ class StepForward:
     """
 
     schedule: Schedule
-    rows: StepLogitRows
+    rows: StepLogitRowMap
     sampling: SamplingBatch | None = None
     batch: PackedBatch | None = None
     logits: torch.Tensor | None = None
@@ -175,16 +175,16 @@ def _copy_to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.to("cpu", non_blocking=True)
 
 
-def assign_logit_rows(schedule: Schedule) -> StepLogitRows:
+def assign_logit_rows(schedule: Schedule) -> StepLogitRowMap:
     """Assign the logit rows of a scheduled step."""
-    rows = StepLogitRows()
+    rows = StepLogitRowMap()
     start = 0
     for seq, count in schedule.work:
         computed = seq.computed + count
         if computed == seq.length:
             if seq.beam_search is not None:
                 rows.beam_rows.setdefault(id(seq.beam_search), []).append((seq, start + count - 1))
-            elif Scheduler.has_tokens_left_to_sample(seq):
+            elif Scheduler.samples_next_token(seq):
                 for sampled in (seq, *schedule.forks.get(seq, ())):
                     rows.seqs.append(sampled)
                     rows.sample_rows.append(start + count - 1)
@@ -203,7 +203,7 @@ def assign_logit_rows(schedule: Schedule) -> StepLogitRows:
 
 
 def sum_pooled_hidden_states(
-    rows: StepLogitRows, states: torch.Tensor
+    rows: StepLogitRowMap, states: torch.Tensor
 ) -> list[PromptHiddenStateSum]:
     """Sum the hidden states of each prompt; ``states``: [n, H], those of all prompts in order."""
     out, start = [], 0

@@ -139,7 +139,9 @@ class TokenCounts:
         self.counts[slot] = 0
         self.token_mask[slot] = False
         history = torch.tensor(
-            logits_processors.visible_token_ids(seq), dtype=torch.int64, device=self.counts.device
+            logits_processors.processor_visible_token_ids(seq),
+            dtype=torch.int64,
+            device=self.counts.device,
         )
         self.token_mask[slot, history] = True
         outputs = torch.tensor(
@@ -257,7 +259,9 @@ class Sampler:
         if changes.banned is not None:
             logits[changes.banned] = float("-inf")
         for row, settings in changes.processors:
-            logits_processors.force_and_suppress_tokens(logits[row], batch.seqs[row], settings)
+            logits_processors.apply_post_min_length_processors(
+                logits[row], batch.seqs[row], settings
+            )
         if changes.guided_rows is not None:
             masks = self._grammar_masks(batch)
             logits[changes.guided_rows] = logits_processors.apply_token_mask(
@@ -414,7 +418,7 @@ def logprob_table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch
     return torch.cat(columns, 1)
 
 
-def read_logprobs(row: list[float], top: int) -> dict[int, Logprob]:
+def parse_logprob_row(row: list[float], top: int) -> dict[int, Logprob]:
     """Read one row of a ``logprob_table``, whose own ``top`` may be larger.
 
     Returns:

@@ -28,7 +28,7 @@ from modelmill.core.kv_page_counts import (
 )
 from modelmill.core.page_groups import sum_group_counts_by_window
 from modelmill.core.types import MEAN_POOLING
-from modelmill.runtime.admission import have_similar_output_limits, peak_pages
+from modelmill.runtime.admission import have_similar_output_limits, predict_peak_pages
 from modelmill.runtime.chunked_prefill import AdaptiveChunkSize
 from modelmill.runtime.kv_pages import (
     NO_PAGE,
@@ -176,7 +176,7 @@ class Scheduler:
         self.adaptive_chunk: AdaptiveChunkSize | None = None
         self._num_releases = 0
         # the last sequence that was not admitted, and the number of releases then: until the next
-        # one, peak_pages would refuse it again
+        # one, predict_peak_pages would refuse it again
         self._last_refusal: tuple[Sequence, int] | None = None
 
     def add(self, seq: Sequence) -> None:
@@ -422,7 +422,7 @@ class Scheduler:
                 if self.limits.prefix_caching:
                     self.cache_full_pages(seq)
                 self.free_pages_outside_window(seq, cached_only=self.limits.prefix_caching)
-            if seq.computed == seq.length and self.has_tokens_left_to_sample(seq):
+            if seq.computed == seq.length and self.samples_next_token(seq):
                 seq.add_pending_token()
         for leader, siblings in schedule.forks.items():
             for other in siblings:
@@ -434,7 +434,7 @@ class Scheduler:
                     self.add(other)
 
     @staticmethod
-    def has_tokens_left_to_sample(seq: Sequence) -> bool:
+    def samples_next_token(seq: Sequence) -> bool:
         """Whether a token is sampled from the logits of its last token."""
         return seq.beam_search is None and seq.length < seq.max_length
 
@@ -508,7 +508,7 @@ class Scheduler:
             self.pool.decref(page)
         if self.states is not None:
             self.states.free_planned_slots(seq)
-        self.tables.free_row(seq.table_row)
+        self.tables.return_row_to_free_list(seq.table_row)
         seq.clear_pages_and_row()
 
     def _num_runnable_tokens(self, seq: Sequence, left: int) -> int:
@@ -700,13 +700,15 @@ class Scheduler:
             or any(s.beam_search is not None for s in self.running)
         ):
             return True
-        # peak_pages counts a shared page once per sequence
+        # predict_peak_pages counts a shared page once per sequence
         in_use = sum(len(s.pages) - s.num_freed_pages[0] for s in self.running)
         if len(self.limits.windows) > 1:
             in_use = sum(s.num_pages_in_use for s in self.running)
         shared = max(0, in_use - (pool.count - pool.num_available))
         limits = self.limits
-        peak = peak_pages((*self.running, seq), limits.page_size, limits.windows, limits.max_tokens)
+        peak = predict_peak_pages(
+            (*self.running, seq), limits.page_size, limits.windows, limits.max_tokens
+        )
         if peak - shared <= pool.count:
             return True
         self._last_refusal = seq, self._num_releases
@@ -819,7 +821,7 @@ class Scheduler:
                 or seq.computed + count < seq.prompt_len
             ):
                 continue
-            if not self.has_tokens_left_to_sample(seq):
+            if not self.samples_next_token(seq):
                 continue
             rows = max(
                 self._num_free_table_rows() - sum(len(s) for s in schedule.forks.values()), 0

@@ -1,7 +1,7 @@
 """What a request becomes: sequences, each with its tokens, pages, progress and rope frequency ids.
 
-``check_request`` decides first whether a request can be served. Nothing here needs torch, since the
-server checks requests in its API process.
+``check_request_and_get_ids`` decides first whether a request can be served. Nothing here needs
+torch, since the server checks requests in its API process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RequestLimits:
     max_seqs: int
 
 
-def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
+def check_request_and_get_ids(request: Request, limits: RequestLimits) -> np.ndarray:
     """Check a request against the limits.
 
     Returns:

@@ -34,7 +34,7 @@ def write_session(path: Path, layout: Mapping[str, Any], session: SessionPages) 
 
     Args:
         path: of the file, in a folder that exists; another session there is replaced.
-        layout: as of ``session_pages.session_layout``.
+        layout: as of ``session_pages.session_compatibility_layout``.
         session: the pages.
 
     Raises:

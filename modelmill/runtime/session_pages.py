@@ -19,9 +19,9 @@ from modelmill.core.types import ImageEmbeddingSpan
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.kv_pages import num_resumable_pages, page_group_key
 from modelmill.runtime.session_rank_transfer import (
-    RankSizes,
+    CacheBytesByRank,
+    gather_cache_bytes_by_rank,
     gather_pages_from_ranks,
-    gather_sizes,
     gather_state,
     scatter_pages_to_ranks,
     scatter_state,
@@ -56,7 +56,7 @@ class SessionPages:
         return sum(each.nbytes for each in parts)
 
 
-def session_layout(core: EngineCore) -> dict[str, Any]:
+def session_compatibility_layout(core: EngineCore) -> dict[str, Any]:
     """What an engine core must have in common with the one that saved a session.
 
     With several ranks it asks all of them for their sizes, between two steps.
@@ -75,7 +75,7 @@ def session_layout(core: EngineCore) -> dict[str, Any]:
             [list(each.shape[1:]), str(each.dtype).removeprefix("torch.")] for each in states.states
         ]
         layout["state_bytes"] = states.buffer.shape[1]
-    sizes = _gather_rank_sizes(core)
+    sizes = _gather_cache_bytes_if_parallel(core)
     if sizes is not None:
         layout["rank_page_bytes"] = list(sizes.page_bytes)
         if states is not None:
@@ -84,12 +84,12 @@ def session_layout(core: EngineCore) -> dict[str, Any]:
     return layout if windows == (None,) else {**layout, "windows": list(windows)}
 
 
-def _gather_rank_sizes(core: EngineCore) -> RankSizes | None:
+def _gather_cache_bytes_if_parallel(core: EngineCore) -> CacheBytesByRank | None:
     """The sizes of all ranks; None: there is one."""
     if core.model_runner.tp_group.size == 1:
         return None
     with core.model_runner.translate_rank_errors():
-        return gather_sizes(core.model_runner)
+        return gather_cache_bytes_by_rank(core.model_runner)
 
 
 def _group_windows(core: EngineCore) -> Windows:
@@ -142,7 +142,7 @@ def export_session(
         raise UsageError(
             f"the session has no full page of {core.page_size} tokens in the prefix cache"
         )
-    sizes = _gather_rank_sizes(core)
+    sizes = _gather_cache_bytes_if_parallel(core)
     nbytes = _session_bytes(core, len(pages), sizes)
     if nbytes > max_bytes:
         raise CapacityError(
@@ -156,7 +156,7 @@ def export_session(
     return SessionPages(tuple(tokens[:end]), data, state, inside)
 
 
-def _session_bytes(core: EngineCore, pages: int, sizes: RankSizes | None) -> int:
+def _session_bytes(core: EngineCore, pages: int, sizes: CacheBytesByRank | None) -> int:
     """Bytes of so many pages, and of the state behind them, over all ranks."""
     if sizes is not None:
         return pages * sum(sizes.page_bytes) + sum(sizes.state_bytes)
@@ -165,7 +165,7 @@ def _session_bytes(core: EngineCore, pages: int, sizes: RankSizes | None) -> int
 
 
 def _copy_pages_to_host(
-    core: EngineCore, pages: list[int], sizes: RankSizes | None
+    core: EngineCore, pages: list[int], sizes: CacheBytesByRank | None
 ) -> tuple[np.ndarray, ...]:
     """Pages in RAM, as in ``SessionPages.data``."""
     if sizes is None:
@@ -187,7 +187,9 @@ def _num_restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
     return count
 
 
-def _copy_state_to_host(core: EngineCore, key: bytes, sizes: RankSizes | None) -> np.ndarray | None:
+def _copy_state_to_host(
+    core: EngineCore, key: bytes, sizes: CacheBytesByRank | None
+) -> np.ndarray | None:
     """The state behind the page with this key, in RAM; None if the model has none."""
     states, cache = core.scheduler.states, core.model_runner.states
     slot = None if states is None else states.snapshot_slot(key)
@@ -227,7 +229,7 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
             f"the session needs {len(places)} pages of the KV cache, and {pool.num_available} are "
             "free; try again when fewer requests run, or raise --kv-cache-bytes"
         )
-    sizes = _gather_rank_sizes(core)
+    sizes = _gather_cache_bytes_if_parallel(core)
     pages: list[tuple[int, int]] = []
     fresh: list[tuple[int, int]] = []  # (row of the data, page) of those that are not cached
     try:
@@ -254,7 +256,7 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
 
 
 def _restore_state_snapshot(
-    core: EngineCore, key: bytes, state: np.ndarray, sizes: RankSizes | None
+    core: EngineCore, key: bytes, state: np.ndarray, sizes: CacheBytesByRank | None
 ) -> None:
     """Put a snapshot of recurrent state into the prefix cache, unless it is there."""
     states, cache = core.scheduler.states, core.model_runner.states
@@ -262,7 +264,7 @@ def _restore_state_snapshot(
     assert cache is not None, "slots belong to a cache"
     if states.snapshot_slot(key) is not None:
         return
-    slot = states.reserve_snapshot_slot(key)
+    slot = states.insert_snapshot_slot(key)
     if slot is None:
         raise CapacityError(
             "the session needs a slot for its recurrent state, and none is free; try again when "
@@ -294,7 +296,7 @@ def _write_pages(
     core: EngineCore,
     rows: Seq[tuple[int, int]],
     data: Seq[np.ndarray],
-    sizes: RankSizes | None,
+    sizes: CacheBytesByRank | None,
 ) -> None:
     """Write rows of the data into pages: (row, page)."""
     if sizes is None:

@@ -21,14 +21,14 @@ from modelmill.runtime.tp_worker_pool import (
     GATHER_STATE_COMMAND,
     SCATTER_PAGES_COMMAND,
     SCATTER_STATE_COMMAND,
-    StepCommand,
+    WorkerCommand,
 )
 
 _CHUNK_BYTES = 32 << 20  # of the widest rank; a GPU holds as much for every rank meanwhile
 
 
 @dataclass(frozen=True)
-class RankSizes:
+class CacheBytesByRank:
     """Bytes that each rank keeps.
 
     Attributes:
@@ -40,16 +40,16 @@ class RankSizes:
     state_bytes: tuple[int, ...]
 
 
-def gather_sizes(runner: ModelRunner) -> RankSizes:
+def gather_cache_bytes_by_rank(runner: ModelRunner) -> CacheBytesByRank:
     """The sizes of all ranks; on rank 0, between two steps."""
     ranks = runner.tp_group.size
     _broadcast(runner, GATHER_SIZES_COMMAND, [])
     sizes = _gather_sizes(runner).view(ranks, 2).tolist()
-    return RankSizes(tuple(each[0] for each in sizes), tuple(each[1] for each in sizes))
+    return CacheBytesByRank(tuple(each[0] for each in sizes), tuple(each[1] for each in sizes))
 
 
 def gather_pages_from_ranks(
-    runner: ModelRunner, sizes: RankSizes, pages: Seq[int]
+    runner: ModelRunner, sizes: CacheBytesByRank, pages: Seq[int]
 ) -> tuple[np.ndarray, ...]:
     """Pages of all ranks, [pages, bytes of a page] uint8 each, in RAM."""
     if not any(sizes.page_bytes):  # a model without attention: its pages take no memory
@@ -62,7 +62,7 @@ def gather_pages_from_ranks(
 
 
 def scatter_pages_to_ranks(
-    runner: ModelRunner, sizes: RankSizes, pages: Seq[int], data: Seq[np.ndarray]
+    runner: ModelRunner, sizes: CacheBytesByRank, pages: Seq[int], data: Seq[np.ndarray]
 ) -> None:
     """Write pages on all ranks.
 
@@ -81,13 +81,15 @@ def scatter_pages_to_ranks(
         _scatter_pages(runner, sizes.page_bytes, chunk, values)
 
 
-def gather_state(runner: ModelRunner, sizes: RankSizes, slot: int) -> np.ndarray:
+def gather_state(runner: ModelRunner, sizes: CacheBytesByRank, slot: int) -> np.ndarray:
     """The states of a slot, of one rank after another [bytes] uint8, in RAM."""
     _broadcast(runner, GATHER_STATE_COMMAND, [*sizes.state_bytes, slot])
     return _gather_state(runner, sizes.state_bytes, slot).cpu().numpy().reshape(-1)
 
 
-def scatter_state(runner: ModelRunner, sizes: RankSizes, slot: int, state: np.ndarray) -> None:
+def scatter_state(
+    runner: ModelRunner, sizes: CacheBytesByRank, slot: int, state: np.ndarray
+) -> None:
     """Write the states of a slot on all ranks."""
     _broadcast(runner, SCATTER_STATE_COMMAND, [*sizes.state_bytes, slot])
     _scatter_state(runner, sizes.state_bytes, slot, state)
@@ -119,10 +121,10 @@ def run_session_command(runner: ModelRunner, command: str, words: Seq[int]) -> N
 def _broadcast(runner: ModelRunner, command: str, words: Seq[int]) -> None:
     assert runner.tp_workers is not None, "only rank 0 of several has workers"
     payload = np.array(words, dtype=np.int64)
-    runner.tp_workers.broadcast(StepCommand(command, len(payload)), payload.data.cast("B"))
+    runner.tp_workers.broadcast(WorkerCommand(command, len(payload)), payload.data.cast("B"))
 
 
-def _page_chunks(pages: Seq[int], sizes: RankSizes) -> Iterator[list[int]]:
+def _page_chunks(pages: Seq[int], sizes: CacheBytesByRank) -> Iterator[list[int]]:
     """The pages in parts that take little memory."""
     count = max(1, _CHUNK_BYTES // max(max(sizes.page_bytes), 1))
     for first in range(0, len(pages), count):

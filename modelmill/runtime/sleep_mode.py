@@ -16,7 +16,7 @@ from modelmill.core.types import SleepOrWakeReport
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
-from modelmill.runtime.tp_worker_pool import SLEEP_COMMAND, WAKE_UP_COMMAND, StepCommand
+from modelmill.runtime.tp_worker_pool import SLEEP_COMMAND, WAKE_UP_COMMAND, WorkerCommand
 
 
 def sleep(core: EngineCore) -> SleepOrWakeReport:
@@ -57,7 +57,7 @@ def wake_up(core: EngineCore) -> SleepOrWakeReport:
     return _make_sleep_report(core, started)
 
 
-def run_sleep_command(runner: ModelRunner, command: str) -> None:
+def run_sleep_or_wake_command(runner: ModelRunner, command: str) -> None:
     """Let this rank sleep or wake up."""
     assert runner.memory is not None, "all ranks have the same configuration"
     if command == SLEEP_COMMAND:
@@ -75,13 +75,13 @@ def _require_sleepable_memory(core: EngineCore) -> SleepableMemory:
 def _run_on_all_ranks(core: EngineCore, command: str) -> None:
     runner, workers = core.model_runner, core.model_runner.tp_workers
     if command == SLEEP_COMMAND:
-        run_sleep_command(runner, command)  # first: if the host is full, no rank sleeps
+        run_sleep_or_wake_command(runner, command)  # first: if the host is full, no rank sleeps
     with runner.translate_rank_errors():
         if workers is not None:
-            workers.broadcast(StepCommand(command))
+            workers.broadcast(WorkerCommand(command))
     if command == WAKE_UP_COMMAND:
         try:
-            run_sleep_command(runner, command)
+            run_sleep_or_wake_command(runner, command)
         except CapacityError as error:
             if workers is not None:  # the others are awake
                 workers.fail_and_kill_workers(

@@ -122,7 +122,7 @@ class StateSnapshotCache:
         """The slot of the snapshot with this key; None if there is none."""
         return self._slot_by_key.get(key)
 
-    def reserve_snapshot_slot(self, key: bytes) -> int | None:
+    def insert_snapshot_slot(self, key: bytes) -> int | None:
         """Put a snapshot into the cache that the caller writes at once.
 
         Returns:

@@ -50,7 +50,7 @@ GATHER_STATE_COMMAND = "gather state"
 SCATTER_STATE_COMMAND = "scatter state"
 SLEEP_COMMAND = "sleep"
 WAKE_UP_COMMAND = "wake up"
-SLEEP_COMMANDS = (SLEEP_COMMAND, WAKE_UP_COMMAND)
+SLEEP_AND_WAKE_COMMANDS = (SLEEP_COMMAND, WAKE_UP_COMMAND)
 SESSION_COMMANDS = (
     GATHER_SIZES_COMMAND,
     GATHER_PAGES_COMMAND,
@@ -62,7 +62,7 @@ PADDED_COMMANDS = tuple(use.value for use in PaddedStepAction)
 COMMANDS = (
     FORWARD_COMMAND, *PADDED_COMMANDS, GREEDY_GRAPH_OUTPUT, SAMPLED_GRAPH_OUTPUT,
     LOGITS_GRAPH_OUTPUT, COPY_PAGES_COMMAND, COPY_STATES_COMMAND, END_COMMAND, PING_COMMAND,
-    *SESSION_COMMANDS, *SLEEP_COMMANDS,
+    *SESSION_COMMANDS, *SLEEP_AND_WAKE_COMMANDS,
 )  # fmt: skip
 _HEADER_STRUCT = struct.Struct("<17q")
 HEADER_BYTES = _HEADER_STRUCT.size
@@ -70,7 +70,7 @@ _EMPTY_LAYOUT = BatchBufferLayout(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class StepCommand:
+class WorkerCommand:
     """A command to the other ranks.
 
     Attributes:
@@ -104,7 +104,7 @@ class StepCommand:
     @staticmethod
     def from_batch(
         batch: PackedBatch, command: str, num_kept_ids: int = 0, num_pooled_rows: int = 0
-    ) -> StepCommand:
+    ) -> WorkerCommand:
         """The command that runs this batch."""
         embed_width = 0 if batch.embeds is None else batch.embeds.shape[1]
         views = batch.views
@@ -119,7 +119,7 @@ class StepCommand:
             -1 if batch.num_decodes is None else batch.num_decodes,
             batch.num_prompt_keys,
         )
-        return StepCommand(command, views.num_words, views.layout, *fields)
+        return WorkerCommand(command, views.num_words, views.layout, *fields)
 
     @property
     def padded_shape(self) -> PaddedStepShape:
@@ -153,11 +153,11 @@ class StepCommand:
         )  # fmt: skip
 
     @staticmethod
-    def unpack(header: bytes) -> StepCommand:
+    def unpack(header: bytes) -> WorkerCommand:
         """The inverse of ``pack``."""
         code, words, t, b, r, p, has_state, groups, *rest = _HEADER_STRUCT.unpack(header)
         all_rows, query, context, uses_last_ids, *counts = rest
-        return StepCommand(
+        return WorkerCommand(
             COMMANDS[code],
             words,
             BatchBufferLayout(t, b, r, p, bool(has_state), groups),
@@ -225,7 +225,7 @@ class TPWorkerPool:
             )
         return self._tp_group
 
-    def broadcast(self, command: StepCommand, payload: memoryview | bytes = b"") -> None:
+    def broadcast(self, command: WorkerCommand, payload: memoryview | bytes = b"") -> None:
         """Send a command and its payload to every rank. Raises RankError if one has ended."""
         self.raise_if_failed()
         header = command.pack()
@@ -245,7 +245,7 @@ class TPWorkerPool:
         """
         with self._status_changed:
             self._num_alive = 0
-        self.broadcast(StepCommand(PING_COMMAND))
+        self.broadcast(WorkerCommand(PING_COMMAND))
         with self._status_changed:
             self._status_changed.wait_for(lambda: self._failed or self._num_alive == self._size - 1)
         self.raise_if_failed()
@@ -288,7 +288,7 @@ class TPWorkerPool:
         self._closed = True
         for link in self._sockets:
             with contextlib.suppress(OSError):
-                link.sendall(StepCommand(END_COMMAND).pack())
+                link.sendall(WorkerCommand(END_COMMAND).pack())
         deadline = time.monotonic() + _EXIT_GRACE_SECONDS
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -344,10 +344,10 @@ class TPWorkerPool:
                         self._num_alive += sum("alive" in message for message in messages)
                         self._status_changed.notify_all()
                     if not received or any(errors):
-                        self._report_failure(key.data, next(filter(None, errors), None))
+                        self._diagnose_and_kill_workers(key.data, next(filter(None, errors), None))
                         return
 
-    def _report_failure(self, rank: int, error: str | None) -> None:
+    def _diagnose_and_kill_workers(self, rank: int, error: str | None) -> None:
         """Fail because a rank has ended.
 
         If a rank was killed, errors of others are consequences: the message names the killed one.

@@ -27,7 +27,7 @@ from modelmill.runtime.batch import BatchPacker
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.session_rank_transfer import run_session_command
-from modelmill.runtime.sleep_mode import run_sleep_command
+from modelmill.runtime.sleep_mode import run_sleep_or_wake_command
 from modelmill.runtime.tp_worker_pool import (
     COPY_PAGES_COMMAND,
     COPY_STATES_COMMAND,
@@ -35,8 +35,8 @@ from modelmill.runtime.tp_worker_pool import (
     HEADER_BYTES,
     PING_COMMAND,
     SESSION_COMMANDS,
-    SLEEP_COMMANDS,
-    StepCommand,
+    SLEEP_AND_WAKE_COMMANDS,
+    WorkerCommand,
 )
 
 _log = log.get_logger(__name__)
@@ -95,23 +95,23 @@ def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
     """Run rank 0's commands until END_COMMAND or the end of the socket."""
     header = bytearray(HEADER_BYTES)
     while _receive_into(connection, memoryview(header)):
-        command = StepCommand.unpack(bytes(header))
+        command = WorkerCommand.unpack(bytes(header))
         if command.command == END_COMMAND:
             return
         if command.command == PING_COMMAND:
             _send(connection, {"alive": True})
-        elif command.command in SLEEP_COMMANDS:
-            run_sleep_command(runner, command.command)
+        elif command.command in SLEEP_AND_WAKE_COMMANDS:
+            run_sleep_or_wake_command(runner, command.command)
         elif command.command in (COPY_PAGES_COMMAND, COPY_STATES_COMMAND, *SESSION_COMMANDS):
             words = np.empty(command.num_words, dtype=np.int64)
             if not _receive_into(connection, words.data.cast("B")):
                 return
-            _run_copy_command(runner, command.command, words)
-        elif not _run_step(connection, runner, runner.packer, command):
+            _run_copy_or_session_command(runner, command.command, words)
+        elif not _receive_and_run_step(connection, runner, runner.packer, command):
             return
 
 
-def _run_copy_command(runner: ModelRunner, command: str, words: np.ndarray) -> None:
+def _run_copy_or_session_command(runner: ModelRunner, command: str, words: np.ndarray) -> None:
     """Copy pages or slots, as ``words`` say."""
     if command in SESSION_COMMANDS:
         run_session_command(runner, command, words.tolist())
@@ -120,8 +120,8 @@ def _run_copy_command(runner: ModelRunner, command: str, words: np.ndarray) -> N
     copy([(int(a), int(b)) for a, b in words.reshape(-1, 2)])
 
 
-def _run_step(
-    link: socket.socket, runner: ModelRunner, packer: BatchPacker, command: StepCommand
+def _receive_and_run_step(
+    link: socket.socket, runner: ModelRunner, packer: BatchPacker, command: WorkerCommand
 ) -> bool:
     """Receive and run one step; False if rank 0 has ended."""
     views, buffer = packer.next_receive_buffer(command.layout)

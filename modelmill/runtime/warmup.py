@@ -32,7 +32,7 @@ QUERY_LENS, BATCH_SIZES = (16, 64, 512), (1, 2, 17)
 # (tokens, sequences) as in mixed steps: Triton specializes kernels on divisibility by 16
 UNALIGNED_STEP_SIZES = ((37, 9), (137, 9), (501, 17))
 # GEMM ops whose kernel depends on the number of rows.
-GEMM_OPS = (
+ROW_SPECIALIZED_GEMM_OPS = (
     "linear_swiglu",
     "w8a8_linear",
     "w8a8_linear_swiglu",
@@ -67,7 +67,9 @@ def warm_up(
         for seqs in BATCH_SIZES:
             batch = packer.dummy_batch(query, seqs)
             runner.forward_all_ranks(batch)
-            if runner.kv.shares_values:  # latent attention computes new prompts in another way
+            if (
+                runner.kv.keys_serve_as_values
+            ):  # latent attention computes new prompts in another way
                 runner.forward_all_ranks(replace(batch, num_decodes=0))
     usual_ops = runner.ops
     attention = AttentionRecorder(usual_ops.paged_attention)
@@ -78,7 +80,9 @@ def warm_up(
     runner.set_ops(usual_ops)
     if all_specializations:
         columns = packer.tables.table.shape[1]
-        warm_up_attention(usual_ops, attention, max_seqs, columns * packer.page_size, columns)
+        warm_up_decode_attention(
+            usual_ops, attention, max_seqs, columns * packer.page_size, columns
+        )
         warm_up_gemms(usual_ops, gemms, max_tokens)
         runner.capture_prefill_graphs()
     runner.capture_decode_graphs(max_seqs)
@@ -102,7 +106,7 @@ class AttentionRecorder:
 
 
 @torch.inference_mode()
-def warm_up_attention(
+def warm_up_decode_attention(
     ops: Ops, recorder: AttentionRecorder, max_seqs: int, max_len: int, table_columns: int
 ) -> int:
     """Call attention once for every specialization of decode queries.
@@ -168,7 +172,9 @@ def _flatten_operands(args: tuple[Any, ...]) -> list[Any]:
 def wrap_with_gemm_recorders(ops: Ops) -> tuple[Ops, dict[str, GemmRecorder]]:
     """``ops`` with recording GEMM ops, and their recorders by name."""
     recorders = {
-        name: GemmRecorder(run) for name in GEMM_OPS if (run := getattr(ops, name)) is not None
+        name: GemmRecorder(run)
+        for name in ROW_SPECIALIZED_GEMM_OPS
+        if (run := getattr(ops, name)) is not None
     }
     return ops.replace(recorders), recorders
 

@@ -21,7 +21,7 @@ from modelmill.core.quoting import truncate_to_one_line
 from modelmill.serve import errors
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
-from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
+from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION_HEADER
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
 from modelmill.serve.dialects.error_format import error_body
 from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, LlamaCppCompletionRequest
@@ -254,6 +254,6 @@ def error_response(error: ApiError, request: Request) -> Response:
         request.url.path,
         error,
         request.scope.get("modelmill.request_id"),
-        for_anthropic=ANTHROPIC_VERSION in request.headers,
+        for_anthropic=ANTHROPIC_VERSION_HEADER in request.headers,
     )
     return SurrogateSafeJsonResponse(body, error.status, error.headers)

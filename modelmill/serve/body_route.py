@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from modelmill.serve.dialects.error_format import OLLAMA_PREFIX
 from modelmill.serve.errors import invalid_request
-from modelmill.serve.gil_yielding_json_parser import BodyError, parse_json
+from modelmill.serve.gil_yielding_json_parser import JsonParseError, parse_json
 from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.service import (
     PRIORITY_SCOPE_KEY,
@@ -135,7 +135,7 @@ def _parse_and_validate_large_body(data: bytearray, model: type[S], limits: Json
     """
     try:
         raw = parse_json(data, limits, model.unused)
-    except BodyError as error:
+    except JsonParseError as error:
         field = error.field if error.field in model.model_fields else None
         subject = f"{field}:" if field else "the request's body"
         raise invalid_request(f"{subject} {error}", field) from None

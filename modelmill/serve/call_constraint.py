@@ -18,11 +18,13 @@ from modelmill.text.calls_or_schema import calls_or_schema_grammar, find_ambiguo
 from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.tool_grammar import optional_strict_call_grammar
 
-MAX_LISTED_FUNCTIONS = 8
+MAX_WARNING_FUNCTION_NAMES = 8
 """Of a warning."""
 
 
-def constrain_calls(body: ChatRequest, grammar: Grammar | None, format_name: str) -> Grammar | None:
+def constrain_optional_tool_calls(
+    body: ChatRequest, grammar: Grammar | None, format_name: str
+) -> Grammar | None:
     """Return the constraint on an answer whose request may offer tools.
 
     Args:
@@ -49,7 +51,7 @@ def constrain_calls(body: ChatRequest, grammar: Grammar | None, format_name: str
         )
         return grammar
     schema = json.loads(grammar.text)
-    both = _grammar_beside_schema(body, offered, schema, format_name)
+    both = _optional_calls_or_schema_grammar(body, offered, schema, format_name)
     body.set_schema_scope("answer" if both is None else "content")
     return grammar if both is None else both
 
@@ -76,7 +78,7 @@ def _strict_tool_grammar(
     return usable
 
 
-def _grammar_beside_schema(
+def _optional_calls_or_schema_grammar(
     body: ChatRequest, offered: Sequence[dict[str, Any]], schema: Any, format_name: str
 ) -> Grammar | None:
     """The constraint on calls or content of a schema; None if content may look like a call.
@@ -87,8 +89,10 @@ def _grammar_beside_schema(
     field = body.grammar_field
     functions = {tool["function"]["name"]: tool["function"] for tool in offered}
     ambiguous = find_ambiguous_calls(schema, list(functions), format_name)
-    more = len(ambiguous) - MAX_LISTED_FUNCTIONS
-    listed = ", ".join(ambiguous[:MAX_LISTED_FUNCTIONS]) + (f" and {more} more" if more > 0 else "")
+    more = len(ambiguous) - MAX_WARNING_FUNCTION_NAMES
+    listed = ", ".join(ambiguous[:MAX_WARNING_FUNCTION_NAMES]) + (
+        f" and {more} more" if more > 0 else ""
+    )
     if any(functions[name].get("strict") for name in ambiguous):
         body.add_warnings(
             [

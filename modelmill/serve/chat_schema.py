@@ -22,7 +22,7 @@ from modelmill.serve.tool_schema import (
 from modelmill.text.begun_answer import (
     AssistantPrefill,
     check_continued_messages,
-    read_begun_answer,
+    parse_assistant_prefill,
 )
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.tool_grammar import forced_call_grammar
@@ -31,7 +31,7 @@ SchemaScope = Literal["", "content", "answer"]
 """What a schema holds where tools may be called: nothing, an answer without calls, any answer."""
 
 
-def _check_answer_length(value: int) -> int:
+def _validate_max_tokens_field(value: int) -> int:
     if value < 1 and value != NO_TOKEN_LIMIT:
         raise ValueError("must be at least 1, or -1 for no limit")
     return value
@@ -40,7 +40,7 @@ def _check_answer_length(value: int) -> int:
 AnswerLength = Annotated[
     int,
     Field(le=MAX_INT32, json_schema_extra={"minimum": NO_TOKEN_LIMIT}),
-    AfterValidator(_check_answer_length),
+    AfterValidator(_validate_max_tokens_field),
 ]
 """The most tokens of an answer."""
 
@@ -114,7 +114,7 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
 
-    def read_begun_answer(self, thinking: ThinkingSyntax | None) -> AssistantPrefill:
+    def parse_assistant_prefill(self, thinking: ThinkingSyntax | None) -> AssistantPrefill:
         """Return what the last message has begun; nothing unless ``continue_final_message``.
 
         Args:
@@ -126,7 +126,7 @@ class ChatRequest(GenerationFields, ChatCompatibilityFields):
         """
         if not self.continue_final_message:
             return AssistantPrefill()
-        begun = read_begun_answer(self.messages, thinking)
+        begun = parse_assistant_prefill(self.messages, thinking)
         grammar = self.grammar() if begun.part == "content" else None
         if grammar is not None and grammar.grammar_type != TOKEN_IDS_GRAMMAR:
             field = "tool_choice" if self.forces_tool_call else self.grammar_field

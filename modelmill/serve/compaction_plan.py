@@ -23,12 +23,12 @@ from modelmill.serve.compaction import (
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.discriminated_unions import make_converted_request
 from modelmill.serve.engine_client import max_tokenize_tokens
-from modelmill.serve.image_fields import name_image_as_sent
+from modelmill.serve.image_fields import rename_image_in_error
 from modelmill.serve.message_fitting import FittedMessages, fit_messages
 from modelmill.serve.responses_schema import (
     CompactRequest,
     items_to_messages,
-    iter_image_fields,
+    iter_image_field_paths,
 )
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.text_processor import TextProcessor
@@ -83,7 +83,7 @@ class Compactor:
         Raises:
             RequestError: an item is invalid, or there is no room for a summary.
         """
-        num_tokens = self._count_sent_tokens(items, num_earlier)
+        num_tokens = self._count_tokens_renaming_image_errors(items, num_earlier)
         kept, warnings = self._newest_user_messages_and_warnings(items)
         saved = num_tokens - self.count_tokens(compacted_items(kept, "", ""))
         if saved < MIN_SAVED_TOKENS:
@@ -123,14 +123,14 @@ class Compactor:
         messages = items_to_messages(list(items), self._body.instructions)
         return len(self._make_request_state(messages).request.prompt)
 
-    def _count_sent_tokens(self, items: Sequence[Any], num_earlier: int) -> int:
+    def _count_tokens_renaming_image_errors(self, items: Sequence[Any], num_earlier: int) -> int:
         """As ``count_tokens``; an error about a picture names the client's field."""
         try:
             return self.count_tokens(items)
         except RequestError as error:
             messages = items_to_messages(list(items), self._body.instructions)
-            named = name_image_as_sent(
-                str(error), messages, lambda: iter_image_fields(items, num_earlier)
+            named = rename_image_in_error(
+                str(error), messages, lambda: iter_image_field_paths(items, num_earlier)
             )
             raise error if named is None else error.reworded(named) from None
 

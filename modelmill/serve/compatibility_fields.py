@@ -14,18 +14,18 @@ from pydantic import AfterValidator, Field
 
 from modelmill.serve.strict_models import FAIL_FAST, MAX_ITEMS, JsonObject, Metadata, StrictModel
 
-IGNORED_PREFIX = "accepted and ignored: "
-OFF_ONLY_PREFIX = "only its value that means off: "
+IGNORED_DESCRIPTION_PREFIX = "accepted and ignored: "
+OFF_ONLY_DESCRIPTION_PREFIX = "only its value that means off: "
 
 
 def ignored_field(reason: str, **limits: Any) -> Any:
     """A field that is accepted and ignored, with the reason."""
-    return Field(None, description=IGNORED_PREFIX + reason, **limits)
+    return Field(None, description=IGNORED_DESCRIPTION_PREFIX + reason, **limits)
 
 
 def off_only_field(reason: str) -> Any:
     """A field of which ``Off`` accepts the neutral values only."""
-    return Field(None, description=OFF_ONLY_PREFIX + reason)
+    return Field(None, description=OFF_ONLY_DESCRIPTION_PREFIX + reason)
 
 
 def only_off_values(*values: Any) -> AfterValidator:
@@ -141,7 +141,10 @@ def list_compatibility_fields(models: Sequence[type[StrictModel]]) -> list[tuple
     rows = {}
     for model in models:
         for name, field in model.model_fields.items():
-            for prefix, kind in ((IGNORED_PREFIX, "ignored"), (OFF_ONLY_PREFIX, "off only")):
+            for prefix, kind in (
+                (IGNORED_DESCRIPTION_PREFIX, "ignored"),
+                (OFF_ONLY_DESCRIPTION_PREFIX, "off only"),
+            ):
                 if (field.description or "").startswith(prefix):
                     rows[name] = name, kind, (field.description or "").removeprefix(prefix)
     return [rows[name] for name in sorted(rows)]

@@ -32,7 +32,7 @@ def are_alternatives_disjoint(
 
 
 def _are_disjoint(one: Schema, other: Schema, resolve_ref: Callable[[Any], Schema]) -> bool:
-    if _have_no_common_value(one, other):
+    if _have_disjoint_enum_values(one, other):
         return True
     types = _declared_types(one), _declared_types(other)
     if all(types) and not types[0] & types[1]:
@@ -40,14 +40,14 @@ def _are_disjoint(one: Schema, other: Schema, resolve_ref: Callable[[Any], Schem
     if types != ({"object"}, {"object"}):
         return False
     return any(
-        _have_no_common_value(
+        _have_disjoint_enum_values(
             resolve_ref(_properties(one).get(name)), resolve_ref(_properties(other).get(name))
         )
         for name in _required_names(one) & _required_names(other)
     )
 
 
-def _have_no_common_value(one: Schema, other: Schema) -> bool:
+def _have_disjoint_enum_values(one: Schema, other: Schema) -> bool:
     here, there = _allowed_values(one), _allowed_values(other)
     return here is not None and there is not None and not here & there
 

@@ -19,7 +19,7 @@ from modelmill.core.errors import (
 )
 from modelmill.core.types import EngineStats
 from modelmill.request_output_state import RequestOutputState
-from modelmill.runtime.sequence import RequestLimits, check_request
+from modelmill.runtime.sequence import RequestLimits, check_request_and_get_ids
 from modelmill.serve import memory_budget
 from modelmill.serve import worker_messages as wire
 from modelmill.serve.access.fair_queue import FairQueueClock
@@ -360,7 +360,7 @@ class EngineClient:
         """
         limits = self.request_limits
         for state in request_states:
-            check_request(state.request, limits)
+            check_request_and_get_ids(state.request, limits)
         return [wire.encode_frame(wire.AddRequest(state.request)) for state in request_states]
 
     def submit(
@@ -387,7 +387,7 @@ class EngineClient:
         A worker that does not reply within ``timeout`` seconds yields its last report.
         """
         if self._writer is not None and self.state is EngineState.READY:
-            await self.stats_client.request_stats(timeout)
+            await self.stats_client.refresh_stats(timeout)
         return self.stats_client.total_stats
 
     def abort_all(self, reason: str) -> None:

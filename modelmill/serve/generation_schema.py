@@ -122,7 +122,7 @@ class GenerationFields(SamplingFields, CompatibilityFields):
             raise RequestError(f"{names[0]} and {names[1]} exclude each other; give one of them")
         return grammars[names[0]] if names else None
 
-    def validated_grammar(self) -> Grammar | None:
+    def relax_and_validate_grammar(self) -> Grammar | None:
         """Return ``grammar`` after checking that it compiles.
 
         Raises:

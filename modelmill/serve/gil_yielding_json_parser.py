@@ -48,7 +48,7 @@ _MAX_ESCAPED_CHAR_BYTES = 12
 _BOM = b"\xef\xbb\xbf"
 
 
-class BodyError(ValueError):
+class JsonParseError(ValueError):
     """The text is not valid JSON or exceeds a limit.
 
     Attributes:
@@ -73,19 +73,19 @@ def parse_json(
         unused: key → depth; long lists under such a key at that depth are checked, but not stored.
 
     Raises:
-        BodyError: the text is not JSON or exceeds ``limits``.
+        JsonParseError: the text is not JSON or exceeds ``limits``.
     """
     try:
         return _JsonDecoder(
             data, scan_structure(data, limits or JsonLimits()), unused or {}
         ).decode()
     except JsonLimitExceeded as error:
-        raise BodyError(str(error), _decode_printable_key(data, error.key)) from None
+        raise JsonParseError(str(error), _decode_printable_key(data, error.key)) from None
     except (InvalidJson, json.JSONDecodeError, UnicodeDecodeError):
-        raise BodyError("is not JSON") from None
+        raise JsonParseError("is not JSON") from None
     except (ValueError, RecursionError) as error:
         message = str(error) if isinstance(error, _StringTooLong) else "cannot be read as JSON"
-        raise BodyError(message) from None
+        raise JsonParseError(message) from None
 
 
 def _decode_printable_key(data: bytes | bytearray, key: slice | None) -> str | None:

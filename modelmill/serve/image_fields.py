@@ -18,7 +18,7 @@ ImageFields = Callable[[], Iterator[str]]
 _CHAT_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 
 
-def name_image_as_sent(
+def rename_image_in_error(
     text: str, messages: Sequence[Mapping[str, Any]], fields: ImageFields
 ) -> str | None:
     """Return an error about a picture with the client's name of it; None if it is about no picture.

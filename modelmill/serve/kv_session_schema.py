@@ -13,7 +13,7 @@ from modelmill.serve.response_model import ResponseModel
 from modelmill.serve.strict_models import ModelName, StrictModel
 from modelmill.serve.tokenize_schema import TokenizeRequest
 
-SESSION_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}$"
+SESSION_NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}$"
 
 
 class RestoreSessionRequest(StrictModel):
@@ -22,7 +22,7 @@ class RestoreSessionRequest(StrictModel):
     may_omit_model: ClassVar[bool] = True
 
     model: ModelName = ""
-    name: str = Field(pattern=SESSION_NAME, description="of the saved session")
+    name: str = Field(pattern=SESSION_NAME_PATTERN, description="of the saved session")
     cache_salt: str | None = Field(None, max_length=1024)
     keep_alive: KeepAliveField = None
 
@@ -30,7 +30,7 @@ class RestoreSessionRequest(StrictModel):
 class SaveSessionRequest(TokenizeRequest, EngineRequestFields):
     """Request body of POST /v1/sessions/save: a prompt, ids, or messages as a chat."""
 
-    name: str = Field(pattern=SESSION_NAME, description="of the saved session")
+    name: str = Field(pattern=SESSION_NAME_PATTERN, description="of the saved session")
     tokens: TokenIds | None = Field(None, description="the prompt as token ids")
 
 

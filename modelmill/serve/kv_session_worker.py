@@ -15,7 +15,7 @@ from modelmill.runtime.session_pages import (
     SessionPages,
     export_session,
     import_session,
-    session_layout,
+    session_compatibility_layout,
 )
 from modelmill.serve.worker_messages import KvSessionReply, Message, RestoreKvSession, SaveKvSession
 
@@ -28,7 +28,7 @@ class LoadedKvSession:
     session: SessionPages
 
 
-class KvSessionWorker:
+class KvSessionMessageHandler:
     """Handles SaveKvSession and RestoreKvSession."""
 
     def __init__(
@@ -45,7 +45,7 @@ class KvSessionWorker:
             enqueue: queues a session for ``finish_restore``, on the engine's thread.
         """
         self._core, self._send, self._enqueue = core, send, enqueue
-        self._layout = session_layout(core)
+        self._layout = session_compatibility_layout(core)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-session")
 
     def save(self, message: SaveKvSession) -> None:

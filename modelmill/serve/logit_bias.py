@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
-from modelmill.core.types import MAX_LOGIT_BIAS
-from modelmill.serve.strict_models import make_key_limit_validator
+from modelmill.core.types import MAX_LOGIT_BIAS_ENTRIES
+from modelmill.serve.strict_models import make_object_keys_validator
 
 BANNED_TOKEN_BIAS = -100.0
 """What ``false`` means: the token does not occur."""
@@ -39,8 +39,8 @@ def normalize_logit_bias(value: Any) -> Any:
 def _pairs_to_object(pairs: list[Any]) -> dict[str, Any]:
     if len(pairs) == 2 and type(pairs[0]) is int and pairs[1] is False:
         pairs = [pairs]  # one pair by itself; with a number it could be two ids
-    if len(pairs) > MAX_LOGIT_BIAS:
-        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} pairs")
+    if len(pairs) > MAX_LOGIT_BIAS_ENTRIES:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS_ENTRIES} pairs")
     biases: dict[str, Any] = {}
     for index, pair in enumerate(pairs):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -75,8 +75,8 @@ def parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float]:
 
 LogitBias = Annotated[
     dict[str, float],
-    make_key_limit_validator(MAX_LOGIT_BIAS),
-    Field(max_length=MAX_LOGIT_BIAS),
+    make_object_keys_validator(MAX_LOGIT_BIAS_ENTRIES),
+    Field(max_length=MAX_LOGIT_BIAS_ENTRIES),
     BeforeValidator(normalize_logit_bias),
     WithJsonSchema(
         {
@@ -84,9 +84,9 @@ LogitBias = Annotated[
                 {
                     "type": "object",
                     "additionalProperties": _VALUE_SCHEMA,
-                    "maxProperties": MAX_LOGIT_BIAS,
+                    "maxProperties": MAX_LOGIT_BIAS_ENTRIES,
                 },
-                {"type": "array", "items": _PAIR_SCHEMA, "maxItems": MAX_LOGIT_BIAS},
+                {"type": "array", "items": _PAIR_SCHEMA, "maxItems": MAX_LOGIT_BIAS_ENTRIES},
             ]
         }
     ),

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ValidationError
 from pydantic_core import InitErrorDetails
 
 from modelmill.serve.custom_tools import as_function_call
-from modelmill.serve.strict_models import JsonObjectList, is_encodable
+from modelmill.serve.strict_models import JsonObjectList, is_utf8_encodable
 
 DROPPED_MESSAGE_KEYS = frozenset(
     (
@@ -34,15 +34,15 @@ def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             Mistral's and DeepSeek's APIs, which would be lost; or a text has an unpaired
             surrogate, which no tokenizer encodes.
     """
-    _check_texts(messages)
+    _check_texts_utf8_encodable(messages)
     return [_clean_message(message) for message in messages]
 
 
-def _check_texts(messages: Sequence[Mapping[str, Any]]) -> None:
+def _check_texts_utf8_encodable(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise pydantic's error of a string for the first text that UTF-8 cannot encode."""
     for index, message in enumerate(messages):
         for path, text in _iter_texts_with_paths(message):
-            if not is_encodable(text):
+            if not is_utf8_encodable(text):
                 error = InitErrorDetails(type="string_unicode", loc=(index, *path), input=None)
                 raise ValidationError.from_exception_data("messages", [error])
 

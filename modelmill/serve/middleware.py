@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill.core import log
 from modelmill.serve.access.key_policy import KeyPolicy
-from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION
+from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION_HEADER
 from modelmill.serve.dialects.error_format import ANTHROPIC_PREFIX, error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http_protocol import MAX_HEADER_BYTES
@@ -97,7 +97,7 @@ class RequestMiddleware:
         context = _RequestContext(scope, headers, send, service.traces)
         service.increment_active_requests()
         try:
-            self._admit_request(scope, headers)
+            self._authenticate_and_check_request(scope, headers)
             body = context.make_body_reader(receive, service.limits)
             await self._app(scope, body, context.send)
             if body.error is not None:
@@ -112,7 +112,7 @@ class RequestMiddleware:
             service.decrement_active_requests()
             context.log_request()
 
-    def _admit_request(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _authenticate_and_check_request(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raises ApiError for who may not enter."""
         path = scope.get("raw_path") or scope["path"].encode()
         service = self._service
@@ -339,15 +339,15 @@ class _RequestContext:
             )
             ids = [(name, self.id.encode()) for name in names]
             message = {**message, "headers": [*message.get("headers", ()), *ids]}
-        await self._send_unless_head(message)
+        await self._send_omitting_head_body(message)
 
     @property
     def _is_for_anthropic(self) -> bool:
         """Whether a client of Anthropic's asks, which reads the id by another name."""
         is_path = self._scope["path"].startswith(ANTHROPIC_PREFIX)
-        return is_path or ANTHROPIC_VERSION.encode() in self._headers
+        return is_path or ANTHROPIC_VERSION_HEADER.encode() in self._headers
 
-    async def _send_unless_head(self, message: Message) -> None:
+    async def _send_omitting_head_body(self, message: Message) -> None:
         """Send a message; of the body of a response to HEAD only that it has ended."""
         if message["type"] == "http.response.body" and sent_method(self._scope) == "HEAD":
             message = {**message, "body": b""}
@@ -371,7 +371,7 @@ class _RequestContext:
         if error.status in (408, 413, 431):
             headers.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self._send_unless_head({"type": "http.response.body", "body": body})
+        await self._send_omitting_head_body({"type": "http.response.body", "body": body})
 
     def log_request(self) -> None:
         """Log one line: counts and times, no text of the request or response."""

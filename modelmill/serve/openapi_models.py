@@ -83,7 +83,7 @@ RESPONSE_MODELS: dict[str, type[BaseModel]] = {
     "/api/ps": OllamaPsResponse,
     "/api/version": OllamaVersionResponse,
 }
-STREAMING_PATHS = (
+SSE_STREAM_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
@@ -123,7 +123,7 @@ def add_response_schemas(document: dict[str, Any]) -> None:
                     "schema": _rename_refs(schemas_by_model[model, "validation"], new_names)
                 }
             }
-            if path in STREAMING_PATHS:
+            if path in SSE_STREAM_PATHS:
                 content["text/event-stream"] = {"schema": SSE_EVENT_SCHEMA}
             if path in NDJSON_PATHS:
                 content["application/x-ndjson"] = {"schema": {"type": "object"}}

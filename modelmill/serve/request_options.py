@@ -58,7 +58,7 @@ def cache_salt_or_random(body: GenerationFields) -> str:
     return f"{salt}\0{secrets.token_hex(16)}"[-1024:] if body.cache_prompt is False else salt
 
 
-def kept_prompt_tokens(body: GenerationFields, max_model_len: int) -> int | None:
+def max_kept_prompt_tokens(body: GenerationFields, max_model_len: int) -> int | None:
     """How many of the prompt's last tokens are kept; None: all.
 
     -1 keeps what leaves room for one token of the answer.

@@ -21,7 +21,7 @@ class ResponseItemsBuilder:
     """Collects text and calls in order; ``output`` has the complete items.
 
     Events have no number yet. With ``hold_spaces``, leading spaces are held until other text
-    follows, since they may precede a call. ``tools_by_offered_name``: what the client
+    follows, since they may precede a call. ``client_names_by_offered_name``: what the client
     calls the tools, by the names that the model writes. ``adds_encrypted_reasoning``: thinking has
     ``encrypted_content``, too.
     """
@@ -29,12 +29,12 @@ class ResponseItemsBuilder:
     def __init__(
         self,
         hold_spaces: bool,
-        tools_by_offered_name: Mapping[str, ClientToolName] | None = None,
+        client_names_by_offered_name: Mapping[str, ClientToolName] | None = None,
         adds_encrypted_reasoning: bool = False,
     ) -> None:
         self.output: list[dict[str, Any]] = []
         self._adds_encrypted_reasoning = adds_encrypted_reasoning
-        self._tools_by_offered_name = tools_by_offered_name or {}
+        self._tools_by_offered_name = client_names_by_offered_name or {}
         self._hold_spaces = hold_spaces
         self._held_spaces = ""
         # id of the open message, or the open call

@@ -209,7 +209,7 @@ def offered_name(name: str, namespace: str | None) -> str:
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
-def tools_by_offered_name(tools: Sequence[ResponseTool]) -> dict[str, ClientToolName]:
+def client_names_by_offered_name(tools: Sequence[ResponseTool]) -> dict[str, ClientToolName]:
     """The tools that may be called, by the names that the model is offered."""
     return {
         offered_name(tool.name, space): ClientToolName(tool.name, space, tool.type == "custom")

@@ -27,10 +27,10 @@ from modelmill.serve.response_tools import (
     FlatToolChoice,
     ResponseTools,
     ToolChoiceMode,
+    client_names_by_offered_name,
     offered_name,
     to_chat_tools,
     tool_warnings,
-    tools_by_offered_name,
 )
 from modelmill.serve.sampling_schema import SamplingFields
 from modelmill.serve.strict_models import (
@@ -368,9 +368,11 @@ class ResponsesRequest(SamplingFields):
                 f"{INCLUDE_LOGPROBS} and {INCLUDE_ENCRYPTED_REASONING}"
             )
 
-    def image_fields(self, num_earlier: int) -> Iterator[str]:
-        """The fields of the pictures, in order; see ``iter_image_fields``."""
-        return iter_image_fields([] if isinstance(self.input, str) else self.input, num_earlier)
+    def image_field_paths(self, num_earlier: int) -> Iterator[str]:
+        """The fields of the pictures, in order; see ``iter_image_field_paths``."""
+        return iter_image_field_paths(
+            [] if isinstance(self.input, str) else self.input, num_earlier
+        )
 
     @property
     def wants_encrypted_reasoning(self) -> bool:
@@ -415,9 +417,9 @@ class ResponsesRequest(SamplingFields):
         )
 
     @property
-    def tools_by_offered_name(self) -> dict[str, ClientToolName]:
+    def client_names_by_offered_name(self) -> dict[str, ClientToolName]:
         """The tools by the names that the model is offered."""
-        return tools_by_offered_name(self.tools or ())
+        return client_names_by_offered_name(self.tools or ())
 
     @property
     def tool_warnings(self) -> list[str]:
@@ -512,7 +514,7 @@ def items_to_messages(
     return messages
 
 
-def iter_image_fields(items: Sequence[Any], num_earlier: int) -> Iterator[str]:
+def iter_image_field_paths(items: Sequence[Any], num_earlier: int) -> Iterator[str]:
     """Yield the fields of the pictures of valid items, in order.
 
     Args:

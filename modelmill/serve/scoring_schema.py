@@ -49,7 +49,7 @@ class RerankRequest(EngineRequestFields):
                 raise RequestError(f"{name}[{index}] must be a text, or an object with a text")
         return [str(text) for text in texts]
 
-    def name_text(self, index: int) -> str:
+    def text_field_path(self, index: int) -> str:
         """The field of the query (0), or of a document."""
         name = "documents" if self.texts is None else "texts"
         return f"{name}[{index - 1}]" if index else "query"
@@ -86,7 +86,7 @@ class ScoreRequest(EngineRequestFields):
             )
         return list(zip(first, second, strict=True))
 
-    def name_text(self, text: str) -> str:
+    def text_field_path(self, text: str) -> str:
         """The first field that has this text."""
         for name in ("queries", "text_1", "documents", "text_2"):
             value = getattr(self, name)

@@ -74,7 +74,7 @@ class SegmentationFailure:
     param: str | None = None
 
 
-def encode_blob_frame(message: SegmentationJob | SegmentationResult) -> bytes:
+def encode_blob_frame_body(message: SegmentationJob | SegmentationResult) -> bytes:
     """Encode a message as the body of a frame."""
     if isinstance(message, SegmentationJob):
         blobs = [message.image, *message.masks]
@@ -82,7 +82,7 @@ def encode_blob_frame(message: SegmentationJob | SegmentationResult) -> bytes:
     else:
         blobs = list(message.blobs)
         content = [message.id, message.payload]
-    return join_blob_frame(type(message).__name__, content, blobs)
+    return join_blob_frame_body(type(message).__name__, content, blobs)
 
 
 def decode_blob_frame(body: bytes) -> SegmentationJob | SegmentationResult:
@@ -93,7 +93,7 @@ def decode_blob_frame(body: bytes) -> SegmentationJob | SegmentationResult:
     return SegmentationResult(*[*content, tuple(blobs)])
 
 
-def join_blob_frame(name: str, content: Sequence[Any], blobs: Sequence[bytes]) -> bytes:
+def join_blob_frame_body(name: str, content: Sequence[Any], blobs: Sequence[bytes]) -> bytes:
     """Make the body of a frame with blobs."""
     head = json.dumps([name, *content, [len(b) for b in blobs]], separators=(",", ":")).encode()
     return b"".join((BINARY_FRAME_MARK, _LENGTH.pack(len(head)), head, *blobs))

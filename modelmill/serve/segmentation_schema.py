@@ -112,7 +112,7 @@ class SegmentRequest(SegmentPrompt):
             raise FieldError("image or image_id: give one of them", "image")
         named_prompts = self._collect_prompts_with_fields()
         masks: list[bytes] = []
-        prompts = [_encode_prompt(prompt, name, masks) for name, prompt in named_prompts]
+        prompts = [_prompt_to_job_fields(prompt, name, masks) for name, prompt in named_prompts]
         everything = self._automatic_mask_options()
         if everything is not None and prompts:
             raise FieldError("everything takes no prompts: leave them out", "everything")
@@ -156,7 +156,7 @@ class SegmentRequest(SegmentPrompt):
         return {} if self.everything is True else self.everything.model_dump(exclude_none=True)
 
 
-def _encode_prompt(prompt: SegmentPrompt, field: str, masks: list[bytes]) -> dict[str, Any]:
+def _prompt_to_job_fields(prompt: SegmentPrompt, field: str, masks: list[bytes]) -> dict[str, Any]:
     points = prompt.points or []
     if not prompt.has_prompt:
         raise FieldError("a prompt needs points, a box or a mask", field)

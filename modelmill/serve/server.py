@@ -199,7 +199,7 @@ class Server:
     def _abort_all(self, reason: str) -> None:
         """End every request, also those that wait for a model to load."""
         if self.service.catalogue is not None:
-            self.service.catalogue.reject_pending()
+            self.service.catalogue.reject_pending_and_future_loads()
         for engine in self.service.unique_engines:
             engine.abort_all(reason)
 

@@ -47,7 +47,7 @@ LEASES_SCOPE_KEY = "modelmill.leases"
 """Scope key of the request's leases of engines, which are released when it has ended."""
 
 
-DEFAULT_SESSION_BYTES = 16 << 30
+DEFAULT_SESSION_DIR_BYTES = 16 << 30
 MAX_IGNORED_JSON_VALUES = 1 << 20
 MIN_LARGE_BODY_BYTES, MAX_QUEUED_BODIES_OF_MAX_SIZE = 1 << 20, 4
 """Bodies above this size use their own queue; how many of the largest size may wait in a queue."""
@@ -85,7 +85,7 @@ class ServiceLimits:
     share_cache: bool = False
     response_store_bytes: int = DEFAULT_STORE_BYTES
     session_dir: Path | None = None
-    session_bytes: int = DEFAULT_SESSION_BYTES
+    session_bytes: int = DEFAULT_SESSION_DIR_BYTES
 
 
 @dataclass
@@ -221,7 +221,7 @@ class Service:
             each for each in self.unique_engines if each.engine_type != SEGMENTATION_ENGINE_TYPE
         ]
         if len(engines) > 1:
-            raise _model_required(engines)
+            raise _model_required_error(engines)
         return (engines or self.unique_engines)[0].name if self.engines else ""
 
     def get_segmentation_engine(self, name: str | None) -> EngineClient:
@@ -239,7 +239,7 @@ class Service:
             by_type.setdefault(engine.engine_type, []).append(engine)
         segmenting = by_type.get(SEGMENTATION_ENGINE_TYPE, [])
         if len(segmenting) > 1:
-            raise _model_required(segmenting)
+            raise _model_required_error(segmenting)
         engines = segmenting or by_type.get(None)
         if not engines:
             raise invalid_request("no engine that segments images is served here", "model")
@@ -317,7 +317,7 @@ class Service:
             self.traces.close()
 
 
-def _model_required(engines: Sequence[EngineClient]) -> ApiError:
+def _model_required_error(engines: Sequence[EngineClient]) -> ApiError:
     """The error of a request that leaves out which of several models answers."""
     known = ", ".join(each.name for each in engines)
     return invalid_request(f"model: field required; there are {known}", "model")

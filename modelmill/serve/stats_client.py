@@ -27,7 +27,7 @@ class StatsClient:
         """Counters since the server started and the latest gauges; None before any report."""
         return None if self._latest is None else _add_earlier_counters(self._latest, self._previous)
 
-    async def request_stats(self, timeout: float) -> None:
+    async def refresh_stats(self, timeout: float) -> None:
         """Ask the worker for a report and wait for it, at most ``timeout`` seconds."""
         number = next(self._numbers)
         future = self._futures[number] = asyncio.get_running_loop().create_future()

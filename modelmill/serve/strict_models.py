@@ -22,7 +22,7 @@ from pydantic_core import PydanticKnownError
 
 MAX_ITEMS = 4096
 """Limit of lists without a smaller limit of their own: messages, items, parts."""
-MAX_KEYS = 65536
+MAX_OBJECT_KEYS = 65536
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 FAIL_FAST = Field(fail_fast=True)
 """Marks a list: validation stops at its first error."""
@@ -71,7 +71,7 @@ def accepted_field_names(model: type[BaseModel]) -> set[str]:
     return {field.alias or name for name, field in model.model_fields.items()}
 
 
-def make_key_limit_validator(max_keys: int) -> BeforeValidator:
+def make_object_keys_validator(max_keys: int) -> BeforeValidator:
     """Validator of an object: up to ``max_keys`` keys, all of which UTF-8 can encode."""
 
     def check(value: Any) -> Any:
@@ -85,23 +85,23 @@ def make_key_limit_validator(max_keys: int) -> BeforeValidator:
             }
             raise PydanticKnownError("too_long", sizes)
         for key in value:
-            check_text(key)
+            require_utf8_encodable(key)
         return value
 
     return BeforeValidator(check)
 
 
-def check_text(text: str) -> str:
+def require_utf8_encodable(text: str) -> str:
     """Return a text that UTF-8 can encode; an unpaired surrogate is pydantic's error of strings.
 
     pydantic itself checks only strings with a limit.
     """
-    if not is_encodable(text):
+    if not is_utf8_encodable(text):
         raise PydanticKnownError("string_unicode")
     return text
 
 
-def is_encodable(text: str) -> bool:
+def is_utf8_encodable(text: str) -> bool:
     """Whether UTF-8 can encode a text: it has no unpaired surrogate."""
     if text.isascii():
         return True
@@ -112,7 +112,7 @@ def is_encodable(text: str) -> bool:
     return True
 
 
-Text = Annotated[str, AfterValidator(check_text)]
+Text = Annotated[str, AfterValidator(require_utf8_encodable)]
 """A string that the model reads."""
 
 
@@ -123,7 +123,7 @@ ModelName = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "null"}]}),
 ]
 """Name of a model; "": the only one that is served."""
-JsonObject = Annotated[dict[str, Any], make_key_limit_validator(MAX_KEYS)]
+JsonObject = Annotated[dict[str, Any], make_object_keys_validator(MAX_OBJECT_KEYS)]
 """Any JSON object."""
 JsonObjectList = Annotated[list[JsonObject], FAIL_FAST, Field(max_length=MAX_ITEMS)]
 IgnoredList = Annotated[list[Any], FAIL_FAST]
@@ -132,6 +132,6 @@ _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 Metadata = Annotated[
     dict[_MetadataKey, _MetadataValue],
-    make_key_limit_validator(MAX_METADATA),
+    make_object_keys_validator(MAX_METADATA),
     Field(max_length=MAX_METADATA),
 ]

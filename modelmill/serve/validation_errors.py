@@ -11,11 +11,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from modelmill.core.module_lookup import most_similar_name
-from modelmill.serve.compatibility_fields import IGNORED_PREFIX, OFF_ONLY_PREFIX
+from modelmill.serve.compatibility_fields import (
+    IGNORED_DESCRIPTION_PREFIX,
+    OFF_ONLY_DESCRIPTION_PREFIX,
+)
 from modelmill.serve.strict_models import accepted_field_names
 
 PydanticError = Mapping[str, Any]
-ERROR_TYPE_NAMES = {
+EXPECTED_TYPE_PHRASES = {
     "string_type": "a string",
     "list_type": "a list",
     "int_type": "an integer",
@@ -100,7 +103,9 @@ def summarize_errors(
     if malformed is not None:  # it is a string, of the types that the field may have
         return param, f"{_field_path(*malformed)}: {_error_text(malformed[1])}"[:400]
     description = None if model is None else _field_description(model, str(name))
-    if description is not None and description.startswith((IGNORED_PREFIX, OFF_ONLY_PREFIX)):
+    if description is not None and description.startswith(
+        (IGNORED_DESCRIPTION_PREFIX, OFF_ONLY_DESCRIPTION_PREFIX)
+    ):
         description = None  # it says what becomes of the value, not what it must be
     expected = dict.fromkeys(_expected_type(error) or "of another type" for _, error in group)
     shared = _common_prefix([place for place, _ in group])
@@ -172,7 +177,7 @@ def _field_path(location: Sequence[Any], error: PydanticError) -> str:
 def _expected_type(error: PydanticError) -> str | None:
     if error["type"] == "literal_error":
         return str(error["ctx"]["expected"])
-    return ERROR_TYPE_NAMES.get(error["type"])
+    return EXPECTED_TYPE_PHRASES.get(error["type"])
 
 
 def _error_text(error: PydanticError) -> str:

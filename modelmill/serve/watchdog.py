@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 DEFAULT_TIMEOUT = 120.0
 """Seconds without a sign of life after which a worker counts as hung, by default."""
-STARTUP_TIMEOUT = 300.0
+MIN_FIRST_HEARTBEAT_TIMEOUT = 300.0
 """Smallest timeout for the first sign of life of a process: it loads libraries from the disk first.
 """
 MAX_POLL_SECONDS = 5.0
@@ -86,7 +86,9 @@ class Watchdog:
 
     @property
     def _current_timeout(self) -> float:
-        return self.timeout if self._received_any else max(self.timeout, STARTUP_TIMEOUT)
+        return (
+            self.timeout if self._received_any else max(self.timeout, MIN_FIRST_HEARTBEAT_TIMEOUT)
+        )
 
     def _max_silent_polls(self, interval: float) -> int:
         """Number of silent polls that count as hung.

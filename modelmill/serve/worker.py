@@ -19,11 +19,11 @@ from modelmill.artifact.store import Artifact
 from modelmill.core import malloc
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.types import Guide, Request
-from modelmill.loader.device import compile_cpu_kernels
+from modelmill.loader.device import ensure_cpu_kernels_compiled
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve import worker_messages as wire
-from modelmill.serve.kv_session_worker import KvSessionWorker, LoadedKvSession
+from modelmill.serve.kv_session_worker import KvSessionMessageHandler, LoadedKvSession
 from modelmill.serve.segmentation_messages import SEGMENTATION_ENGINE_TYPE
 from modelmill.serve.sleep_worker import handle_sleep_message
 from modelmill.serve.watchdog import poll_interval
@@ -60,7 +60,7 @@ class EngineWorker:
         self._inbox = inbox
         self._unstarted: deque[tuple[float, Sequence]] = deque()
         self._in_order = True
-        self._sessions = KvSessionWorker(engine_core, channel.send, inbox.messages.put)
+        self._sessions = KvSessionMessageHandler(engine_core, channel.send, inbox.messages.put)
 
     def run(self) -> None:
         """Process messages and run steps until the server is gone."""
@@ -199,7 +199,7 @@ def run_segmentation_worker(
         model.set_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
         )
-    inbox.finish_opening()
+    inbox.stop_answering_pings()
     channel.send(segmentation_worker.make_ready_message(model, str(artifact.path)))
     segmentation_worker.SegmentationWorker(model, channel, inbox, open_engine.max_pixels).run()
 
@@ -236,7 +236,7 @@ def main(argv: list[str]) -> int:
     inbox = WorkerInbox(channel, on_server_gone=lambda: os._exit(EXIT_SERVER_GONE), is_opening=True)
     try:
         on_progress = make_loading_reporter(channel)
-        compile_cpu_kernels(
+        ensure_cpu_kernels_compiled(
             str(open_engine.run.get("device", "auto")), partial(announce_progress, on_progress)
         )
         artifact = open_or_build_artifact(open_engine, on_progress)
@@ -254,7 +254,7 @@ def main(argv: list[str]) -> int:
         core.set_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
         )
-    inbox.finish_opening()
+    inbox.stop_answering_pings()
     channel.send(make_ready_message(core, path))
     EngineWorker(core, channel, inbox).run()
     return EXIT_SERVER_GONE

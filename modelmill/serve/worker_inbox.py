@@ -108,8 +108,8 @@ class WorkerInbox:
     """Reads the channel on its own thread, which notices a lost server while the engine is busy.
 
     Grammars are compiled on another thread, so that they delay no step. While the engine is being
-    opened, the reader thread answers a Ping; after ``finish_opening`` the engine's thread does, but
-    for ``answering_pings``.
+    opened, the reader thread answers a Ping; after ``stop_answering_pings`` the engine's thread
+    does, but for ``answering_pings``.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class WorkerInbox:
         """Make guides with ``make_guide`` from now on; without it, grammars are refused."""
         self._make_guide = make_guide
 
-    def finish_opening(self) -> None:
+    def stop_answering_pings(self) -> None:
         """The engine is open: its thread answers a Ping from now on."""
         self._answers_pings = False
 

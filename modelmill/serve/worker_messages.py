@@ -39,8 +39,8 @@ from modelmill.serve.segmentation_messages import (
     SegmentationJob,
     SegmentationResult,
     decode_blob_frame,
-    encode_blob_frame,
-    join_blob_frame,
+    encode_blob_frame_body,
+    join_blob_frame_body,
     split_blob_frame,
 )
 from modelmill.serve.watchdog import DEFAULT_TIMEOUT
@@ -335,7 +335,7 @@ def encode_frame(message: Message) -> bytes:
     """Encode a message as a frame."""
     name = type(message).__name__
     if isinstance(message, (SegmentationJob, SegmentationResult)):
-        body = encode_blob_frame(message)
+        body = encode_blob_frame_body(message)
         return LENGTH_PREFIX.pack(len(body)) + body
     if isinstance(message, StepTokens):
         tables = [
@@ -358,7 +358,7 @@ def encode_frame(message: Message) -> bytes:
 
 
 def _encode_with_blobs(name: str, content: list[Any], blobs: Sequence[bytes]) -> bytes:
-    body = join_blob_frame(name, content, blobs)
+    body = join_blob_frame_body(name, content, blobs)
     return LENGTH_PREFIX.pack(len(body)) + body
 
 

@@ -62,7 +62,7 @@ def check_continued_messages(
         )
 
 
-def read_begun_answer(
+def parse_assistant_prefill(
     messages: Sequence[Mapping[str, Any]], thinking: ThinkingSyntax | None
 ) -> AssistantPrefill:
     """Read the last message of a conversation.

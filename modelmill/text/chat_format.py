@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Protocol, Unpack
 
-from modelmill.text.begun_answer import read_begun_answer
+from modelmill.text.begun_answer import parse_assistant_prefill
 from modelmill.text.chat_format_registry import select_format_variant
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.message_validation import ChatRenderArgs, Messages
@@ -72,7 +72,7 @@ class ChatFormat(Protocol):
 
     def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
         """Return the same prompt as text."""
-        begun = read_begun_answer(messages, self.thinking)
+        begun = parse_assistant_prefill(messages, self.thinking)
         return self.render(messages[:-1], True, **template) + begun.text
 
     def variant_for_template_kwargs(self, template_kwargs: Mapping[str, object]) -> ChatFormat:
@@ -95,7 +95,7 @@ class CodedChatFormat(ChatFormat):
 
     def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
         """See ``ChatFormat.encode_begun``."""
-        begun = read_begun_answer(messages, self.thinking)
+        begun = parse_assistant_prefill(messages, self.thinking)
         ids = self.encode(messages[:-1], True, **template)
         # the empty piece: the text does not start the prompt
         return [*ids, *self._tokenizer.encode_pieces(["", begun.text])]

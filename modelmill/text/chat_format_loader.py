@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Unpack
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.answer_pieces import BegunPart
-from modelmill.text.begun_answer import read_begun_answer, render_assistant_prefill
+from modelmill.text.begun_answer import parse_assistant_prefill, render_assistant_prefill
 from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_registry import (
     detect_chat_format,
@@ -318,7 +318,7 @@ class TemplateChatFormat(ChatFormat):
         options: Mapping[str, Any] | None = None,
     ) -> _MarkedText:
         """Render a conversation that the answer continues; see ``render_assistant_prefill``."""
-        read_begun_answer(messages, self.thinking)
+        parse_assistant_prefill(messages, self.thinking)
         template, values = self._template_and_variables(messages, tools, options)
         texts = [template, *self._tokenizer.special, *iter_strings(values)]
         chars = list[str]()

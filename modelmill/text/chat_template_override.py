@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from modelmill.core.chat_format_file import make_chat_format_file
+from modelmill.core.chat_format_file import encode_chat_format_file
 from modelmill.core.errors import UsageError
 from modelmill.text.chat_format_loader import EXTRA_TEMPLATES_FOLDER
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
@@ -33,7 +33,7 @@ def replace_chat_template(files: dict[str, bytes], source: str | Path) -> dict[s
         and not name.startswith(f"{EXTRA_TEMPLATES_FOLDER}/")
     }
     if str(source) in list_prompt_formats():
-        return {**others, CHAT_FORMAT_FILE: make_chat_format_file(str(source))}
+        return {**others, CHAT_FORMAT_FILE: encode_chat_format_file(str(source))}
     return {**others, "chat_template.jinja": _read_template_source(source)}
 
 

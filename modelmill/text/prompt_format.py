@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Unpack
 from modelmill.core.chat_format_file import CHAT_FORMAT_FILE as CHAT_FORMAT_FILE
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
-from modelmill.text.begun_answer import read_begun_answer
+from modelmill.text.begun_answer import parse_assistant_prefill
 from modelmill.text.chat_format import CodedChatFormat
 from modelmill.text.chat_format_registry import NO_TOOLS_CHAT_FORMAT
 from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
@@ -120,13 +120,13 @@ class PromptFormat(CodedChatFormat):
         """See ``ChatFormat.encode_begun``."""
         if not self.answer_header:
             return super().encode_begun(messages, **template)
-        text = read_begun_answer(messages, None).text
+        text = parse_assistant_prefill(messages, None).text
         ids, encode = self.encode(messages[:-1], True, **template), self._tokenizer.encode
         return [*ids, *encode(self.answer_header, bos=False), *encode(text, bos=False)]
 
     def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
         """See ``ChatFormat.render_begun``."""
-        text = read_begun_answer(messages, None).text
+        text = parse_assistant_prefill(messages, None).text
         return self.render(messages[:-1], True, **template) + self.answer_header + text
 
     def control_id(self, text: str) -> int:

@@ -79,5 +79,5 @@ class CudaGraphCache:
         assert self._capturer is not None
         static_inputs = tuple(t.clone() for t in inputs)
         with cuda_graph.run_on_side_stream(torch.cuda.Stream()):
-            cuda_graph.check_capturable(lambda: call(*static_inputs))
+            cuda_graph.run_without_host_sync(lambda: call(*static_inputs))
         return _CachedGraph(self._capturer.capture(lambda: call(*static_inputs)), static_inputs)

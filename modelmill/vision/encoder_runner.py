@@ -151,7 +151,7 @@ class VisionEncoderRunner:
         assert self._capturer is not None
         with cuda_graph.run_on_side_stream(torch.cuda.Stream()):
             self._run_model(images)  # compiles kernels and allocates workspaces
-            cuda_graph.check_capturable(lambda: self._run_model(images))
+            cuda_graph.run_without_host_sync(lambda: self._run_model(images))
         return _VisionGraph(self._capturer.capture(lambda: self._run_model(images)), images)
 
     def _check_image(self, span: ImageEmbeddingSpan) -> None:

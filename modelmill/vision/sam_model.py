@@ -315,11 +315,11 @@ class SamModel:
             big, boxes, areas, _ = self.vision.ops.upsample_masks(
                 UpsampleMasksInputs(low, self.image_size, embedding.encoder_size, embedding.size)
             )
-            masks.append(to_pinned_host(pack_mask_bits(big)))
+            masks.append(copy_to_pinned_host_async(pack_mask_bits(big)))
             numbers.append(
                 torch.cat((score[:, None].double(), boxes.double(), areas[:, None].double()), 1)
             )
-        host_logits, results = to_pinned_host(logits), torch.stack(numbers).tolist()
+        host_logits, results = copy_to_pinned_host_async(logits), torch.stack(numbers).tolist()
         predicted = []
         for big, low, rows in zip(masks, host_logits, results, strict=True):
             pixel_boxes = [_int_box(row[1:5]) for row in rows]
@@ -497,7 +497,10 @@ class SamModel:
                     embedding.size,
                 )
             )
-            copies = to_pinned_host(pack_mask_bits(big)), to_pinned_host(areas)
+            copies = (
+                copy_to_pinned_host_async(pack_mask_bits(big)),
+                copy_to_pinned_host_async(areas),
+            )
             started = *copies, _record_event(big.device)
             if pending is not None:
                 yield from _wait_for_piece(*pending)
@@ -525,7 +528,7 @@ def _clean_and_deduplicate_masks(masks: list[Mask], options: AutomaticMaskOption
     return [cleaned[i] for i in shapes.nms(boxes, torch.tensor(unchanged), threshold).tolist()]
 
 
-def to_pinned_host(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_pinned_host_async(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to the CPU asynchronously; synchronize the stream before reading it.
 
     The copy goes to pinned memory, which torch caches: to pageable memory it takes ten times as

@@ -37,13 +37,13 @@ def repeated_channel_column_mask(perm: torch.Tensor) -> torch.Tensor:
     return again
 
 
-def permute_columns(weight: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+def gather_clustered_columns(weight: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
     """Return [N, K] as [N, P] in clustered order, 0 in empty columns."""
     return torch.where(perm >= 0, weight[:, perm.clamp(min=0).long()], 0.0)
 
 
-def unpermute_columns(weight: torch.Tensor, perm: torch.Tensor, columns: int) -> torch.Tensor:
-    """Invert ``permute_columns``: [N, P] → [N, K]."""
+def restore_channel_columns(weight: torch.Tensor, perm: torch.Tensor, columns: int) -> torch.Tensor:
+    """Invert ``gather_clustered_columns``: [N, P] → [N, K]."""
     out = weight.new_zeros(weight.shape[0], columns)
     real = perm >= 0
     out[:, perm[real].long()] = weight[:, real]

@@ -26,11 +26,11 @@ from modelmill.ops.registry import Ops
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs, rptq_quant
 from modelmill.weights._rptq_columns import (
-    permute_columns,
+    gather_clustered_columns,
     repeated_channel_column_mask,
+    restore_channel_columns,
     round_scale_to_fp16,
     rptq_group_width_and_count,
-    unpermute_columns,
 )
 from modelmill.weights.base import (
     STATIC_RANGE_MARGIN_FACTOR,
@@ -46,7 +46,12 @@ _VALID_STORED_FALLBACK_FLAGS: tuple[list[int], ...] = (
     [0],
     [1],
 )  # what may follow the three sizes of a stored weight
-STATIC_SUFFIXES = ("inv_input_scales", "input_zero_points", "input_scales", "zero_point_bias")
+STATIC_INPUT_QUANT_SUFFIXES = (
+    "inv_input_scales",
+    "input_zero_points",
+    "input_scales",
+    "zero_point_bias",
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class RptqWeight(WeightFormat):
             group, groups = rptq_group_width_and_count(wide.shape[1], mode)
         perm = torch.full((group * groups,), -1, dtype=torch.int32, device=wide.device)
         perm[: wide.shape[1]] = torch.arange(wide.shape[1], device=wide.device)
-        parts = permute_columns(wide, perm).view(len(wide), groups, group)
+        parts = gather_clustered_columns(wide, perm).view(len(wide), groups, group)
         if weight_bits == 8:
             scale = round_scale_to_fp16(parts.abs().amax(-1) / 127)
             codes, offset = (parts / scale[..., None]).round().clamp(-127, 127), None
@@ -251,7 +256,9 @@ class RptqWeight(WeightFormat):
         columns, group, bits = sizes[:3]
         weight, scale, perm = (tensors[name] for name in ("weight", "scale", "perm"))
         offset = tensors.get("offset")
-        inv_scales, zero_points, scales, bias = (tensors.get(name) for name in STATIC_SUFFIXES)
+        inv_scales, zero_points, scales, bias = (
+            tensors.get(name) for name in STATIC_INPUT_QUANT_SUFFIXES
+        )
         static = (inv_scales, zero_points, scales, bias)
         fallback = sizes[3:] == [1]
         out = RptqWeight(weight, scale, offset, perm, *static, columns, group, bits, fallback)
@@ -389,7 +396,7 @@ class RptqWeight(WeightFormat):
                 self.input_scales.double().repeat_interleave(self.group_size)
                 * self.inv_input_scales.double()
             )
-        return unpermute_columns(wide, self.perm, self.columns).float()
+        return restore_channel_columns(wide, self.perm, self.columns).float()
 
     def fake_quantize_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input [T, K] that ``dequantize()`` is multiplied by, in x's dtype.
@@ -434,7 +441,7 @@ class RptqWeight(WeightFormat):
         q, step = rptq_quant(RptqQuantInputs(x, self.perm, None, None, self.bits, self.group_size))
         assert step is not None, "dynamic scales"
         wide = q.double() * step.double().repeat_interleave(self.group_size, 1)
-        return unpermute_columns(wide, self.perm, self.columns).to(x.dtype)
+        return restore_channel_columns(wide, self.perm, self.columns).to(x.dtype)
 
     def unpack(self, dtype: torch.dtype) -> RptqWeight:  # noqa: ARG002
         """Return the weight with its values expanded for activations of dtype."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from modelmill.accept.run import accept_staged_engine
+from modelmill.accept.run import run_engine_acceptance
 from modelmill.builder.build_engine import build
 from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -56,7 +56,7 @@ def build_and_accept(
     report: dict[str, Any] = {}
 
     def judge(staged: Path, plan: Any) -> dict[str, Any]:
-        report.update(accept_staged_engine(staged, plan.checkpoint))
+        report.update(run_engine_acceptance(staged, plan.checkpoint))
         return report
 
     config = BuildConfig(dtype=dtype, quantization=recipe, target="cpu", **options)

@@ -77,7 +77,7 @@ class FaultlessModules:
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         cos, sin = cos[:, None], sin[:, None]
         y = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-        scale = reference.logn_scaling(x.shape[0])
+        scale = reference.query_scaling_by_position(x.shape[0])
         if name == "q" and scale is not None:
             y = y * scale.to(self.dtype)[:, None, None]
         return y.reshape(flat.shape[0], -1)

@@ -12,8 +12,8 @@ import torch
 
 from modelmill.accept import reference_device
 from modelmill.accept.reference import ReferenceModel, open_reference
-from modelmill.accept.reference_device import max_device_disagreement, place_reference
-from modelmill.accept.run import accept_staged_engine
+from modelmill.accept.reference_device import max_first_layer_device_rel_l2, place_reference
+from modelmill.accept.run import run_engine_acceptance
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import Checkpoint, open_checkpoint
 from modelmill.core.config import RunConfig
@@ -57,14 +57,16 @@ def test_float32_agrees_and_fewer_bits_do_not(
     family: str, checkpoints: dict[str, Checkpoint]
 ) -> None:
     reference = open_reference(checkpoints[family])
-    assert max_device_disagreement(reference, open_reference(checkpoints[family]), IDS) == 0
+    assert max_first_layer_device_rel_l2(reference, open_reference(checkpoints[family]), IDS) == 0
     assert (
-        max_device_disagreement(reference, open_reference(checkpoints[family], torch.float64), IDS)
-        < reference_device.MAX_REL_L2
+        max_first_layer_device_rel_l2(
+            reference, open_reference(checkpoints[family], torch.float64), IDS
+        )
+        < reference_device.MAX_CPU_GPU_REL_L2
     )
     assert (
-        max_device_disagreement(reference, coarse(open_reference(checkpoints[family])), IDS)
-        > reference_device.MAX_REL_L2
+        max_first_layer_device_rel_l2(reference, coarse(open_reference(checkpoints[family])), IDS)
+        > reference_device.MAX_CPU_GPU_REL_L2
     )
 
 
@@ -110,9 +112,9 @@ def test_a_gpu_reports_what_the_cpu_reports(
         BuildConfig(dtype="float32", quantization=recipe, target="cuda", **method),
     )
     build(plan, tmp_path / "e", None)
-    there = accept_staged_engine(tmp_path / "e", plan.checkpoint)
+    there = run_engine_acceptance(tmp_path / "e", plan.checkpoint)
     monkeypatch.setattr(reference_device, "GPU_HEADROOM_BYTES", 1 << 60)
-    here = accept_staged_engine(tmp_path / "e", plan.checkpoint)
+    here = run_engine_acceptance(tmp_path / "e", plan.checkpoint)
     assert "TF32 off" in there["reference"]
     assert "on the CPU: on the GPU" in here["reference"]
     assert there["accepted"], there["reason"]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from modelmill.accept import unused_tensors
 from modelmill.accept.reference import open_reference
 from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
-from modelmill.accept.run import accept_staged_engine
+from modelmill.accept.run import run_engine_acceptance
 from modelmill.builder.build_engine import build
 from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -46,7 +46,7 @@ def build_and_accept(path: Path, out: Path) -> dict[str, Any]:
     """The report of a build with acceptance."""
     # ids alone: a tokenizer is another matter
     made = make_build_plan(replace(open_checkpoint(path), side_files={}), FLOAT)
-    return build(made, out, lambda staged, plan: accept_staged_engine(staged, plan.checkpoint))
+    return build(made, out, lambda staged, plan: run_engine_acceptance(staged, plan.checkpoint))
 
 
 def llama_with(folder: Path, **more: torch.Tensor) -> Path:

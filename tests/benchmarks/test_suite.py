@@ -102,7 +102,7 @@ def test_a_busy_machine_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(suite.os, "getloadavg", lambda: (2 * load, 0.0, 0.0))
-    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cores": 2})
+    monkeypatch.setattr(suite, "host_and_gpu_info", lambda: {"host_cores": 2})
     sides = [FakeSide("modelmill int8", 0.01)]
     rows = run_cpu_with(sides, tmp_path, monkeypatch, "--only", "first-512")
     assert rows[0]["load_1m"] == 2 * load

@@ -130,7 +130,7 @@ class Interrupted(FakeSide):
 def test_an_interrupted_run_prints_its_table_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cpu": "x", "host_cores": 99})
+    monkeypatch.setattr(suite, "host_and_gpu_info", lambda: {"host_cpu": "x", "host_cores": 99})
     with pytest.raises(SystemExit, match="the same command"):
         run_cpu_with([Interrupted("modelmill int8", 0.01)], tmp_path, monkeypatch)
     printed = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_half_a_row_is_left_out_and_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert unfinished is not None
     assert unfinished.run == "suite-1"
     out.write_text('{"bench": "suite", "sha')
-    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cpu": "x", "host_cores": 99})
+    monkeypatch.setattr(suite, "host_and_gpu_info", lambda: {"host_cpu": "x", "host_cores": 99})
     with pytest.raises(json.JSONDecodeError):  # of the first line alone
         run_cpu_with([FakeSide("modelmill int8", 0.01)], tmp_path, monkeypatch)
     lines = out.read_text().splitlines()
@@ -165,7 +165,7 @@ def test_half_a_row_is_left_out_and_ended(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_interrupted_run_of_changed_code_says_that_it_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite, "host_facts", lambda: {"host_cpu": "x", "host_cores": 99})
+    monkeypatch.setattr(suite, "host_and_gpu_info", lambda: {"host_cpu": "x", "host_cores": 99})
     side = [Interrupted("modelmill int8", 0.01)]
     with pytest.raises(SystemExit, match="code with local changes is not taken up"):
         run_cpu_with(side, tmp_path, monkeypatch, "--commit", "abc-dirty")

@@ -13,7 +13,7 @@ import pytest
 from modelmill.accept.reference import open_reference
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine
-from modelmill.builder.model_config import check_unread_keys
+from modelmill.builder.model_config import reject_or_warn_unread_keys
 from modelmill.builder.plan import make_build_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
@@ -469,7 +469,7 @@ def blip2(change: dict[str, Any]) -> list[str]:
     assert family is not None
     sizes = family.config_from_hf(view)
     view.mark_unread(unread)
-    return check_unread_keys(view, family, "config.json", sizes)
+    return reject_or_warn_unread_keys(view, family, "config.json", sizes)
 
 
 def test_blip2s_parts() -> None:

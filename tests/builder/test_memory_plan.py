@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.accept.run import accept_staged_engine
+from modelmill.accept.run import run_engine_acceptance
 from modelmill.artifact.store import is_engine_folder
 from modelmill.builder import build_engine, memory_plan
 from modelmill.builder.memory_plan import BuildMemory
@@ -81,12 +81,12 @@ def test_a_build_that_does_not_fit_is_refused_before_anything_is_written(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, out = plan(llama), tmp_path / "x.engine"
-    leave_free(monkeypatch, made.build_memory.allocated_bytes - 1)
+    leave_free(monkeypatch, made.build_memory.peak_buffer_bytes - 1)
     with pytest.raises(
         UsageError, match=r"needs .* of memory and .* are free.*--no-check needs"
     ) as refused:
         build_engine.build(
-            made, out, lambda staged, it: accept_staged_engine(staged, it.checkpoint)
+            made, out, lambda staged, it: run_engine_acceptance(staged, it.checkpoint)
         )
     assert "\n" not in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
@@ -105,14 +105,14 @@ def test_no_way_out_is_named_where_there_is_none(
 
 def test_the_peak_is_of_the_costliest_stage() -> None:
     memory = BuildMemory(
-        process_bytes=100,
+        projected_process_bytes=100,
         mapped_bytes=10,
         write_buffer_bytes=1,
         calibration_bytes=3,
         acceptance_bytes=2,
     )
-    assert (memory.allocated_bytes, memory.peak_bytes) == (3, 113)
-    assert BuildMemory(100, 10, 1, 0, 2).without_acceptance().allocated_bytes == 1
+    assert (memory.peak_buffer_bytes, memory.peak_bytes) == (3, 113)
+    assert BuildMemory(100, 10, 1, 0, 2).without_acceptance().peak_buffer_bytes == 1
 
 
 def test_wider_and_rounded_layers_take_more(llama: Path) -> None:

@@ -113,7 +113,7 @@ def test_an_interrupted_calibration_goes_on_where_it_was(
 def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> None:
     engine = make(llama, tmp_path / "e", method="awq+gptq")
     artifact = open_artifact(engine)
-    facts_by_layer = artifact.read_quantization_facts_by_layer()
+    facts_by_layer = artifact.read_quant_reports_and_scales_by_layer()
     assert sorted(facts_by_layer) == [0, 1, 2]
     for facts, scales in facts_by_layer.values():
         assert all(fact["after"] < fact["before"] for fact in facts.values())
@@ -127,7 +127,7 @@ def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> N
         json.dumps({"facts": {}, "scales": {"qkv": 3}})
     )
     with pytest.raises(CorruptArtifact, match="layer-0001"):
-        artifact.read_quantization_facts_by_layer()
+        artifact.read_quant_reports_and_scales_by_layer()
 
 
 def test_progress_is_reported_layer_by_layer(llama: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.cli.main import run_command_line
 from modelmill.core.config import BuildConfig
 from modelmill.loader.model_loader import load_model
-from modelmill.nn.kv import KVShape
+from modelmill.nn.kv import ModelKVCacheSpec
 from modelmill.nn.latent_attention import LatentAttentionCore
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
@@ -68,7 +68,7 @@ def test_the_plan_of_a_rank_is_what_it_loads(case: str, tmp_path: Path) -> None:
     planned = largest_rank_memory(plan, ranks, experts)
     assert planned.weight_bytes == pytest.approx(loaded_bytes(largest, stored), rel=0.005)
     assert planned.weight_bytes < plan.weight_bytes
-    assert isinstance(largest.kv, KVShape)
+    assert isinstance(largest.kv, ModelKVCacheSpec)
     assert planned.kv.layer_kv_sizes == largest.kv.layer_kv_sizes
     assert planned.state.slot_bytes(torch.float32) == model_state_shape(largest).slot_bytes(
         torch.float32

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelmill.accept.reference import open_reference
-from modelmill.accept.run import accept_staged_engine
+from modelmill.accept.run import run_engine_acceptance
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine, plan
@@ -42,7 +42,7 @@ def build_and_accept(folder: Path, out: Path) -> dict[str, Any]:
     return build_engine.build(
         make_build_plan(open_checkpoint(folder), FLOAT),
         out,
-        lambda staged, made: accept_staged_engine(staged, made.checkpoint),
+        lambda staged, made: run_engine_acceptance(staged, made.checkpoint),
     )
 
 

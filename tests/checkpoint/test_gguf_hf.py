@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelmill.accept.reference import open_reference
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
-from modelmill.checkpoint.gguf_rope_scaling import llama3_factors
+from modelmill.checkpoint.gguf_rope_scaling import llama3_frequency_divisors
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import (
     CheckpointError,
@@ -155,7 +155,9 @@ def test_yarn_and_linear_scaling_reach_the_config(tmp_path):
 
 
 def test_llama3_scaling_is_read_from_its_tensor(tmp_path):
-    factors = np.array(llama3_factors(4, 10000.0, 8.0, (1.0, 4.0, 512.0)), dtype=np.float32)
+    factors = np.array(
+        llama3_frequency_divisors(4, 10000.0, 8.0, (1.0, 4.0, 512.0)), dtype=np.float32
+    )
     extra = {"rope.scaling.original_context_length": ("add_uint32", 512)}
     more = {"rope_freqs.weight": factors}
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), extra=extra, more=more))

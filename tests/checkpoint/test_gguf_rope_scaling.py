@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.checkpoint.gguf_rope_scaling import (
-    from_metadata,
-    llama3_factors,
+    linear_or_yarn_rope_scaling,
+    llama3_frequency_divisors,
     llama3_from_factors,
     rope_scaling_from_rope_freqs,
 )
@@ -60,7 +60,7 @@ def test_published_scalings_are_recognised_from_their_divisors(theta, head_dim, 
     st.sampled_from([2048.0, 4096.0, 8192.0]),
 )
 def test_any_bands_give_a_scaling_with_the_same_frequencies(factor, low, high, context):
-    expected = llama3_factors(64, 500000.0, factor, (low, high, context))
+    expected = llama3_frequency_divisors(64, 500000.0, factor, (low, high, context))
     scaling = llama3_from_factors(expected, 500000.0, None)
     assert scaling is not None
     bands = (
@@ -68,7 +68,7 @@ def test_any_bands_give_a_scaling_with_the_same_frequencies(factor, low, high, c
         scaling["high_freq_factor"],
         scaling["original_max_position_embeddings"],
     )
-    assert llama3_factors(64, 500000.0, scaling["factor"], bands) == pytest.approx(
+    assert llama3_frequency_divisors(64, 500000.0, scaling["factor"], bands) == pytest.approx(
         expected, rel=2e-3
     )
 
@@ -82,9 +82,11 @@ def test_divisors_of_one_scale_nothing_and_wild_ones_are_refused():
     with pytest.raises(CheckpointError, match="no sense"):
         llama3_from_factors([1.0, 2.0, 4.0, 8.0], 1e-320, None)
     with pytest.raises(CorruptCheckpoint, match=r"scaling\.factor is 'x'"):
-        from_metadata({"llama.rope.scaling.factor": "x"}, "llama")
+        linear_or_yarn_rope_scaling({"llama.rope.scaling.factor": "x"}, "llama")
     with pytest.raises(CorruptCheckpoint, match="is no text"):
-        from_metadata({"llama.rope.scaling.factor": 2.0, "llama.rope.scaling.type": [1]}, "llama")
+        linear_or_yarn_rope_scaling(
+            {"llama.rope.scaling.factor": 2.0, "llama.rope.scaling.type": [1]}, "llama"
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,14 +116,15 @@ def test_divisors_of_one_scale_nothing_and_wild_ones_are_refused():
 )
 def test_keys_become_a_dictionary(keys, expected):
     assert (
-        from_metadata({f"qwen2.{key}": value for key, value in keys.items()}, "qwen2") == expected
+        linear_or_yarn_rope_scaling({f"qwen2.{key}": value for key, value in keys.items()}, "qwen2")
+        == expected
     )
 
 
 def test_scalings_without_an_implementation_are_refused():
     keys = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}
     with pytest.raises(CheckpointError, match="longrope"):
-        from_metadata(keys, "llama")
+        linear_or_yarn_rope_scaling(keys, "llama")
 
 
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
@@ -146,12 +149,12 @@ def test_keys_that_change_the_rotation_and_are_not_computed_are_refused(base, na
     with pytest.raises(
         CheckpointError, match=rf"rope\.scaling\.{name} is 0\.5, which modelmill does not compute"
     ):
-        from_metadata(scaled(**base, **{name: wrong}), "llama")
+        linear_or_yarn_rope_scaling(scaled(**base, **{name: wrong}), "llama")
     with pytest.raises(CheckpointError, match=name):
         rope_scaling_from_rope_freqs(scaled(**base, **{name: wrong}), "llama", [1.0] * 4, 10000.0)
     for nonsense in ("x", True, [1.0], float("nan"), float("inf")):
         with pytest.raises(CorruptCheckpoint, match="makes no sense"):
-            from_metadata(scaled(**base, **{name: nonsense}), "llama")
+            linear_or_yarn_rope_scaling(scaled(**base, **{name: nonsense}), "llama")
 
 
 @pytest.mark.parametrize(
@@ -166,9 +169,11 @@ def test_the_same_keys_at_rest_change_nothing(base, unset):
         "yarn_ext_factor": own,
         "yarn_log_multiplier": 0.0,
     }
-    assert from_metadata(scaled(**base, **idle), "llama") == from_metadata(scaled(**base), "llama")
+    assert linear_or_yarn_rope_scaling(
+        scaled(**base, **idle), "llama"
+    ) == linear_or_yarn_rope_scaling(scaled(**base), "llama")
 
 
 def test_yarn_without_its_extrapolation_is_no_yarn():
     with pytest.raises(CheckpointError, match="yarn_ext_factor is 0"):
-        from_metadata(scaled(**YARN, yarn_ext_factor=0.0), "llama")
+        linear_or_yarn_rope_scaling(scaled(**YARN, yarn_ext_factor=0.0), "llama")

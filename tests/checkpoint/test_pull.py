@@ -239,7 +239,7 @@ def test_what_is_a_name_and_not_a_path(tmp_path, wheel, monkeypatch, name, is_na
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "here.gguf").touch()
-    assert module.is_model_name(Path(name)) is is_name
+    assert module.is_pullable_model_name(Path(name)) is is_name
 
 
 def test_a_complete_repository_is_opened_without_the_hub(tmp_path, monkeypatch):

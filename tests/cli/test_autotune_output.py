@@ -106,13 +106,13 @@ def test_what_a_build_tunes_is_in_the_engine_before_it_is_judged(
 
     monkeypatch.setattr(autotune_measure, "autotune", lambda plan, progress: TUNED)
     judged = []
-    real = accepting.accept_staged_engine
+    real = accepting.run_engine_acceptance
 
     def spy(staged: Path, *rest: Any, **more: Any) -> Any:
         judged.append((staged / autotune_record_path(H200)).exists())
         return real(staged, *rest, **more)
 
-    monkeypatch.setattr(accepting, "accept_staged_engine", spy)
+    monkeypatch.setattr(accepting, "run_engine_acceptance", spy)
     out = tmp_path / "e.engine"
     assert cli("build", checkpoint, "-o", out, "--dtype", "float32", "--json")[0] == 0
     assert judged == [True]

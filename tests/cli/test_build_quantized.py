@@ -56,7 +56,8 @@ def test_the_report_shows_each_layers_errors_and_outliers(built_engine: tuple[Pa
     assert "mean KL to the checkpoint" in shown
     assert "seen.jsonl, up to 8 × 64 tokens" in shown
     assert (
-        len(open_artifact(engine).read_quantization_facts_by_layer()) == shown.count(" → ") // 4
+        len(open_artifact(engine).read_quant_reports_and_scales_by_layer())
+        == shown.count(" → ") // 4
         or "→" in shown
     )
 

@@ -64,7 +64,7 @@ def test_compiling_is_announced_before_an_engine_is_planned(
         raise Planned
 
     announced: list[str] = []
-    monkeypatch.setattr(llm, "compile_cpu_kernels", lambda name, _: announced.append(name))
+    monkeypatch.setattr(llm, "ensure_cpu_kernels_compiled", lambda name, _: announced.append(name))
     monkeypatch.setattr("modelmill.builder.plan.make_build_plan", plan)
     with pytest.raises(Planned):
         llm.ensure_cached_engine(shared / "data/models/stories260K", BuildConfig(target="cpu"))
@@ -100,6 +100,6 @@ def test_pulling_is_shown_before_opening_not_inside_it(monkeypatch: pytest.Monke
         raise CheckpointError("no network")
 
     monkeypatch.setattr(compare, "show_progress", show)
-    monkeypatch.setattr(compare, "resolve_model_path", pull_if_missing)
+    monkeypatch.setattr(compare, "resolve_or_pull_model", pull_if_missing)
     assert run_command_line(["compare", NAME, NAME]) == 1
     assert pulled_beside == [[]]

@@ -15,7 +15,7 @@ from modelmill.cli import main as command
 from modelmill.cli import serve
 from modelmill.cli.engine_options import (
     ENGINE_GPU_FRACTION_BESIDE_REFERENCE,
-    CheckpointBuildOptions,
+    ImplicitBuildOptions,
     share_gpu_with_reference,
 )
 from modelmill.cli.options import (
@@ -293,7 +293,7 @@ def test_flags_stand_once_with_help_and_a_variable() -> None:
 
 def test_borrowed_options_follow_their_source() -> None:
     own = {each.name: each for each in fields(BuildConfig)}
-    for each in fields(CheckpointBuildOptions):
+    for each in fields(ImplicitBuildOptions):
         assert each.default == own[each.name].default
         assert each.metadata["choices"] == own[each.name].metadata["choices"]
 

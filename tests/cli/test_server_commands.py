@@ -20,7 +20,7 @@ import pytest
 from modelmill.cli import launch, ps, stop
 from modelmill.cli.launch import fetch_models, served_context_length
 from modelmill.core.errors import UsageError
-from modelmill.core.server_records import ServerRecord, running_servers
+from modelmill.core.server_records import ServerRecord, list_running_and_prune_stale
 
 SERVER = """
 import http.server, json, os, signal, sys
@@ -60,7 +60,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        return next(server for server in running_servers() if server.pid == process.pid)
+        return next(
+            server for server in list_running_and_prune_stale() if server.pid == process.pid
+        )
 
     yield begin
     for process in processes:
@@ -82,9 +84,9 @@ def test_servers_are_listed_with_their_state_and_ended(start: Start, cli: Any) -
     assert "large, other" in out
     code, _, err = cli("stop", "other")
     assert (code, err.strip()) == (0, f"modelmill: {second.url} (large, other) has ended")
-    assert [server.pid for server in running_servers()] == [first.pid]
+    assert [server.pid for server in list_running_and_prune_stale()] == [first.pid]
     assert cli("stop", "--all")[0] == 0
-    assert running_servers() == []
+    assert list_running_and_prune_stale() == []
 
 
 @pytest.mark.parametrize("what", ["model", "url", "port", "pid"])
@@ -97,7 +99,7 @@ def test_a_server_is_named_in_four_ways(what: str, start: Start, cli: Any) -> No
         "pid": str(server.pid),
     }
     assert cli("stop", names[what])[0] == 0
-    assert running_servers() == []
+    assert list_running_and_prune_stale() == []
 
 
 def test_what_cannot_be_stopped_is_one_line(start: Start, cli: Any) -> None:
@@ -183,7 +185,7 @@ def test_a_client_gets_an_address_that_it_can_reach(
     url: str, client_url: str, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
     record = ServerRecord(url, ("m",), 1, 0.0)
-    monkeypatch.setattr(launch, "running_servers", lambda: [record])
+    monkeypatch.setattr(launch, "list_running_and_prune_stale", lambda: [record])
     assert launched(cli, "claude")["env"]["ANTHROPIC_BASE_URL"] == client_url
     assert stop.find_server([record], client_url) is record
 

@@ -66,7 +66,7 @@ def test_a_refused_build_names_the_layer_and_fails(
         "accepted": False,
         "reason": "bug at layer 3, module attn.o_proj: rel_l2 0.05 > 1e-05",
     }
-    monkeypatch.setattr(accept, "accept_staged_engine", lambda *_, **__: refusal)
+    monkeypatch.setattr(accept, "run_engine_acceptance", lambda *_, **__: refusal)
     code, out, err = cli("build", checkpoint, "-o", tmp_path / "x.engine")
     assert code == 1
     assert "bug at layer 3, module attn.o_proj" in err

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from modelmill.core.server_records import records_dir, register_server, running_servers
+from modelmill.core.server_records import list_running_and_prune_stale, records_dir, register_server
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +26,16 @@ def write(name: str, **changed: object) -> None:
 
 
 def test_a_server_is_listed_while_it_runs() -> None:
-    assert running_servers() == []
+    assert list_running_and_prune_stale() == []
     with register_server("http://127.0.0.1:8000", ["a", "b"]):
-        [server] = running_servers()
+        [server] = list_running_and_prune_stale()
         assert (server.url, server.models, server.pid) == (
             "http://127.0.0.1:8000",
             ("a", "b"),
             os.getpid(),
         )
         assert server.memory_bytes > 1 << 20
-    assert running_servers() == []
+    assert list_running_and_prune_stale() == []
     assert list(records_dir().iterdir()) == []
 
 
@@ -46,7 +46,7 @@ def test_records_of_ended_and_of_other_processes_are_removed() -> None:
     write("other", started=1.0)  # this process has the id, and another start
     (records_dir() / "broken.json").write_text("{")
     write("incomplete", pid="x")
-    assert running_servers() == []
+    assert list_running_and_prune_stale() == []
     assert list(records_dir().iterdir()) == []
 
 
@@ -56,4 +56,4 @@ def test_serving_goes_on_where_no_record_can_be_written(
     (tmp_path / "file").touch()
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "file"))
     with register_server("http://127.0.0.1:8000", ["a"]):
-        assert running_servers() == []
+        assert list_running_and_prune_stale() == []

@@ -96,7 +96,7 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
     make = wide.get(op) or partial(maker.func, [(200, 2048)])  # type: ignore[attr-defined]
     with torch.inference_mode():
         for case in make("cpu", torch.float16):
-            out = registry.packing_named_args(op, registry.reference(op))(**case.args)
+            out = registry.adapt_to_named_args(op, registry.reference(op))(**case.args)
             read = [
                 each
                 for name, value in case.args.items()

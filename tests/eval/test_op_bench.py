@@ -230,5 +230,5 @@ def test_extra_cases_are_right_for_their_ops() -> None:
             for number, case in enumerate(cases):
                 is_short = "49152" not in case.name and "4096" not in case.name
                 if is_short and number < examples(full=len(cases), quick=1):
-                    registry.packing_named_args(op, registry.reference(op))(**case.args)
+                    registry.adapt_to_named_args(op, registry.reference(op))(**case.args)
                 assert case.bytes_moved > 0

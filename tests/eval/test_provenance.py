@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.eval import provenance as provenance_module
-from modelmill.eval.provenance import git_commit, host_facts, provenance
+from modelmill.eval.provenance import git_commit, host_and_gpu_info, provenance
 
 
 def git(folder: Path, *words: str) -> str:
@@ -49,7 +49,7 @@ def test_no_checkout_and_a_named_commit(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_host_is_named_with_its_load() -> None:
-    facts = host_facts()
+    facts = host_and_gpu_info()
     assert facts["host_cpu"]
     assert facts["host_cores"] >= 1
     assert facts["load_1m"] >= 0
@@ -87,6 +87,6 @@ def test_the_card_is_the_first_visible_one(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    provenance_module._gpu_facts.cache_clear()
-    assert host_facts()["device_id"] == card
-    provenance_module._gpu_facts.cache_clear()
+    provenance_module._first_gpu_info.cache_clear()
+    assert host_and_gpu_info()["device_id"] == card
+    provenance_module._first_gpu_info.cache_clear()

@@ -12,14 +12,14 @@ from modelmill.core.errors import CapacityError, MissingDependency, UsageError
 from modelmill.loader import capacity
 from modelmill.loader.capacity import kv_pages_for_bytes, resolve_max_model_len
 from modelmill.loader.device import available_cores, resolve_device, set_cpu_threads
-from modelmill.nn.kv import KVShape
+from modelmill.nn.kv import ModelKVCacheSpec
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 
-SHAPE = KVShape(2, 2, 8)
+SHAPE = ModelKVCacheSpec(2, 2, 8)
 
 
 def test_counts() -> None:
@@ -119,7 +119,7 @@ class RecordsSteps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(4, 2)
-        self.kv = KVShape(1, 1, 8, True)
+        self.kv = ModelKVCacheSpec(1, 1, 8, True)
         self.num_decodes: list[int | None] = []
 
     def forward(self, step: Step) -> torch.Tensor:

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from modelmill.core.errors import UsageError
-from modelmill.loader.device import COMPILING_STAGE, compile_cpu_kernels
+from modelmill.loader.device import COMPILING_STAGE, ensure_cpu_kernels_compiled
 from modelmill.ops.cpu.common import build as kernels
 
 
 def test_waiting_for_a_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     stages, made = [], []
-    monkeypatch.setattr(kernels, "load_library", lambda: made.append(1))
+    monkeypatch.setattr(kernels, "load_or_compile_library", lambda: made.append(1))
     for missing in (True, False):
         monkeypatch.setattr(kernels, "needs_compile", lambda: missing)  # noqa: B023
-        compile_cpu_kernels("cpu", lambda *stage: stages.append(stage))
+        ensure_cpu_kernels_compiled("cpu", lambda *stage: stages.append(stage))
     assert (stages, made) == ([(COMPILING_STAGE, 0, 1)], [1])
     with pytest.raises(UsageError, match="--device"):
-        compile_cpu_kernels("tpu", lambda *_: None)
+        ensure_cpu_kernels_compiled("tpu", lambda *_: None)
 
 
 def test_kernels_are_missing_in_an_empty_cache(

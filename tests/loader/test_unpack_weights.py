@@ -227,7 +227,9 @@ def test_a_tied_weight_is_expanded_once() -> None:
 def test_a_loop_without_kernels_says_so_once_and_expands(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "load_library", lambda: "no C++ compiler is here; install g++")
+    monkeypatch.setattr(
+        build, "load_or_compile_library", lambda: "no C++ compiler is here; install g++"
+    )
     with monkeypatch.context() as packed:
         packed.setattr(unpack_weights, "UNPACKED_MEMORY_FRACTION", 0.0)
         expected = tiny.run(tiny.make_engine(_int8_model()), tiny.requests(tiny.prompts(3)))
@@ -246,7 +248,9 @@ def test_a_loop_without_kernels_says_so_once_and_expands(
 def test_a_small_machine_reports_what_stays_packed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "load_library", lambda: "no C++ compiler is here; install g++")
+    monkeypatch.setattr(
+        build, "load_or_compile_library", lambda: "no C++ compiler is here; install g++"
+    )
     monkeypatch.setattr(unpack_weights, "UNPACKED_MEMORY_FRACTION", 0.0)
     with caplog.at_level(logging.WARNING, "modelmill"):
         unpack_weights.unpack_weights_without_kernels(_int8_model(), TORCH, torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.builder.model_config import check_unread_keys
+from modelmill.builder.model_config import reject_or_warn_unread_keys
 from modelmill.core.module_lookup import import_module_if_exists
 from modelmill.core.read_tracking_config import ReadTrackingConfig
 
@@ -15,7 +15,7 @@ def read_config(raw: dict[str, Any]) -> tuple[Any, list[str]]:
     assert family is not None
     view = ReadTrackingConfig(raw)
     sizes = family.config_from_hf(view)
-    return sizes, check_unread_keys(view, family, "config.json", sizes)
+    return sizes, reject_or_warn_unread_keys(view, family, "config.json", sizes)
 
 
 def config_warnings(raw: dict[str, Any]) -> list[str]:

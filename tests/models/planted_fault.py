@@ -139,7 +139,7 @@ def assert_refused_by_name(
     shortened = mock.patch.object(run, "check_sequence_logits", return_value=NO_SEQUENCES)
     with plant(), shortened if faulty.is_shortened else nullcontext():
         if engine is not None and _engine_makers(source) == makers:
-            report = run.accept_staged_engine(engine, open_checkpoint(checkpoint))
+            report = run.run_engine_acceptance(engine, open_checkpoint(checkpoint))
             written = report["accepted"]
         else:
             report, written = build_and_accept(checkpoint, out, dtype, recipe, **RECIPES[recipe])

@@ -20,7 +20,7 @@ from modelmill.nn.attention_temperature import AttentionTemperature
 from modelmill.nn.embedding_and_head import LMHead
 from modelmill.nn.mlp import ClampedSwiglu
 from modelmill.ops import score_mods
-from modelmill.ops.fused_moe import SwigluClamp, clamped_swiglu
+from modelmill.ops.fused_moe import SwigluOaiParams, swiglu_oai
 from tests.accept.build_and_accept import build_and_accept
 from tests.models import planted_fault as planted
 from tests.models.all_families import CASES
@@ -48,7 +48,7 @@ FACTORS = "rotary.query_factors"
 
 def limit(value: float) -> Change:
     """Another bound of the experts' gate and up."""
-    clamp = SwigluClamp(1.702, value)
+    clamp = SwigluOaiParams(1.702, value)
     return changed(moe=lambda moe: replace(moe, expert=replace(moe.expert, clamp=clamp)))
 
 
@@ -66,8 +66,8 @@ def up_from_above_only(self: Any, gate_up: torch.Tensor, step: Any) -> torch.Ten
     del step
     gate, up = gate_up.chunk(2, -1)
     up = torch.where(up < 0, up, up.clamp(max=self.clamp.limit))
-    unbounded = SwigluClamp(self.clamp.alpha, float("inf"))
-    return clamped_swiglu(torch.cat((gate.clamp(max=self.clamp.limit), up), -1), unbounded)
+    unbounded = SwigluOaiParams(self.clamp.alpha, float("inf"))
+    return swiglu_oai(torch.cat((gate.clamp(max=self.clamp.limit), up), -1), unbounded)
 
 
 def logits_from_above_only(self: Any, logits: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from modelmill.nn.moe_branch import MoEBranch, ReplicatedBranchSum
 from modelmill.nn.per_layer_input import (
     SUM_SCALE,
     FixedScaleSum,
-    GatedPerLayerInput,
+    PerLayerInputActAndMul,
     PerLayerInputs,
     ScaledEmbedding,
     ScaledProjection,
@@ -68,11 +68,11 @@ def queries_as_values(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
     return torch.cat((out[:, :-width], qkv[:, :width]), -1)
 
 
-def next_layers_input(self: GatedPerLayerInput, gate: Tensor, step: Any) -> Tensor:
+def next_layers_input(self: PerLayerInputActAndMul, gate: Tensor, step: Any) -> Tensor:
     return self.compute(gate) * step.layer_inputs[:, (self.layer + 1) % LAYERS]
 
 
-def without_activation(self: GatedPerLayerInput, gate: Tensor, step: Any) -> Tensor:
+def without_activation(self: PerLayerInputActAndMul, gate: Tensor, step: Any) -> Tensor:
     return gate * step.layer_inputs[:, self.layer]
 
 
@@ -169,10 +169,10 @@ FAULTS: dict[str, PlantedFault] = {
         ValueNorm, queries_as_values, "attn.value_norm", 1
     ),
     "the next layer's input": module_fault(
-        GatedPerLayerInput, next_layers_input, "layer_input.act"
+        PerLayerInputActAndMul, next_layers_input, "layer_input.act"
     ),
     "no activation of the gate": module_fault(
-        GatedPerLayerInput, without_activation, "layer_input.act"
+        PerLayerInputActAndMul, without_activation, "layer_input.act"
     ),
     "layer inputs without the table": module_fault(
         FixedScaleSum, without_table, "layer_inputs.sum", None

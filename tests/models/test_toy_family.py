@@ -94,7 +94,7 @@ def test_every_recipe_builds_and_is_accepted(recipe: str, checkpoint: Path, tmp_
         "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.act", "layers.2.output",
     }  # fmt: skip
     if recipe in ("int4", "smoothquant"):
-        facts, scales = open_artifact(out).read_quantization_facts_by_layer()[0]
+        facts, scales = open_artifact(out).read_quant_reports_and_scales_by_layer()[0]
         assert facts.keys() == {
             "mix.in_proj", "mix.out_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
         }  # fmt: skip

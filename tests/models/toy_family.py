@@ -35,7 +35,7 @@ from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
     NormSpec,
-    RowPart,
+    LinearRowBlock,
     ScaleFoldRows,
     QuantSiteSpec,
 )
@@ -109,22 +109,23 @@ class ToyConfig:
 def mixer_modules(hidden, width):
     return (
         LinearSpec(path="mix.in_proj", reads=("attn_input",), writes=("ab",), site="mix_in",
-                   parts=(RowPart("a", width, "width"), RowPart("b", width, "width"))),
+                   parts=(LinearRowBlock("a", width, "width"),
+                          LinearRowBlock("b", width, "width"))),
         ModuleSpec(path="mix.gate", reads=("ab",), writes=("mixed",), reference=("mixed",)),
         LinearSpec(path="mix.out_proj", reads=("mixed",), writes=("attn_out",), site="mix_out",
-                   parts=(RowPart("out", hidden),), split_columns="width"),
+                   parts=(LinearRowBlock("out", hidden),), split_columns="width"),
     )
 
 
 def mlp_modules(hidden, inner):
     return (
         LinearSpec(path="mlp.gate_proj", reads=("mlp_input",), writes=("gate",), site="ffn",
-                   parts=(RowPart("gate", inner, "inner"),)),
+                   parts=(LinearRowBlock("gate", inner, "inner"),)),
         LinearSpec(path="mlp.up_proj", reads=("mlp_input",), writes=("up",), site="ffn",
-                   parts=(RowPart("up", inner, "inner"),)),
+                   parts=(LinearRowBlock("up", inner, "inner"),)),
         ModuleSpec(path="mlp.act", reads=("gate", "up"), writes=("act",), reference=("act",)),
         LinearSpec(path="mlp.down_proj", reads=("act",), writes=("mlp_out",), site="ffn_down",
-                   parts=(RowPart("down", hidden),), split_columns="inner"),
+                   parts=(LinearRowBlock("down", hidden),), split_columns="inner"),
     )
 
 
@@ -261,7 +262,7 @@ ATTENTION = {"q": "attn.q", "k": "attn.k", "v": "attn.v", "o_proj": "attn.o"}
 
 
 class ToyReference(ReferenceModel):
-    is_tied = False
+    config_ties_embeddings = False
 
     def __init__(self, source, config):
         super().__init__(source, config)

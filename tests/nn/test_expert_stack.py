@@ -11,11 +11,11 @@ import torch
 
 from modelmill.nn.expert_stack import (
     FUSED_MOE_OPS,
-    MAX_CPU_TOKENS,
+    MAX_CPU_FUSED_MOE_TOKENS,
     STACKED_TENSORS,
-    common_view_base,
+    as_strided_stack,
     expert_gate_up_or_fc_proj,
-    max_dequantized_bytes_of_layer_experts,
+    largest_dequantized_experts_bytes,
     stack_experts,
     stack_weights,
 )
@@ -26,7 +26,7 @@ from modelmill.nn.moe import MoE, RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops import registry
 from modelmill.ops.cpu.common import build
-from modelmill.ops.fused_moe import SwigluClamp
+from modelmill.ops.fused_moe import SwigluOaiParams
 from modelmill.weights.base import pack_as_format
 from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
 
@@ -85,12 +85,12 @@ def test_a_second_pass_finds_the_stack_of_the_first() -> None:
 
 def test_views_in_another_order_are_no_stack() -> None:
     parts = list(torch.arange(12.0).view(3, 4).unbind())
-    stack = common_view_base(parts)
+    stack = as_strided_stack(parts)
     assert stack is not None
     assert torch.equal(stack, torch.arange(12.0).view(3, 4))
-    assert common_view_base(parts[::-1]) is None
-    assert common_view_base([parts[0], parts[2]]) is None
-    assert common_view_base([parts[0], parts[1].clone()]) is None
+    assert as_strided_stack(parts[::-1]) is None
+    assert as_strided_stack([parts[0], parts[2]]) is None
+    assert as_strided_stack([parts[0], parts[1].clone()]) is None
 
 
 def lying_in_one_storage(moe: MoE) -> MoE:
@@ -112,14 +112,14 @@ def lying_in_one_storage(moe: MoE) -> MoE:
 def test_views_with_a_gap_behind_each_are_a_stack_where_they_are() -> None:
     data = torch.arange(24.0)
     parts = [data[first : first + 4].view(2, 2) for first in (1, 9, 17)]
-    assert common_view_base(parts) is None
-    stack = common_view_base(parts, apart=True)
+    assert as_strided_stack(parts) is None
+    stack = as_strided_stack(parts, apart=True)
     assert stack is not None
     assert torch.equal(stack, torch.stack(parts))
     assert stack.data_ptr() == parts[0].data_ptr()
-    assert common_view_base([data[:4], data[2:6], data[4:8]], apart=True) is None, "they overlap"
-    assert common_view_base([data[:4], data[8:12], data[12:16]], apart=True) is None
-    assert common_view_base(parts[:1], apart=True) is not None
+    assert as_strided_stack([data[:4], data[2:6], data[4:8]], apart=True) is None, "they overlap"
+    assert as_strided_stack([data[:4], data[8:12], data[12:16]], apart=True) is None
+    assert as_strided_stack(parts[:1], apart=True) is not None
 
 
 def test_in_place_nothing_is_copied() -> None:
@@ -156,10 +156,10 @@ def test_few_tokens_on_a_cpu_are_one_call(weight_format: str, whole: bool) -> No
     op = "routed_moe" if whole else FUSED_MOE_OPS[weight_format]
     step = counted(calls, op, **({} if whole else {"routed_moe": None}))
     fused = FusedMoE(moe)
-    for tokens in (1, 2, MAX_CPU_TOKENS, MAX_CPU_TOKENS + 1):
+    for tokens in (1, 2, MAX_CPU_FUSED_MOE_TOKENS, MAX_CPU_FUSED_MOE_TOKENS + 1):
         x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
         torch.testing.assert_close(fused(x, step), moe(x, STEP), rtol=1e-4, atol=1e-5)
-    assert calls == [(op, 1), (op, 2), (op, MAX_CPU_TOKENS)]
+    assert calls == [(op, 1), (op, 2), (op, MAX_CPU_FUSED_MOE_TOKENS)]
     assert fused(x[:1].double(), STEP).dtype == torch.float64, "what the kernel does not serve"
     other = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(5))
     actual = fused(x[:3], step, other)
@@ -219,11 +219,11 @@ def test_what_no_fused_moe_op_computes_is_not_stacked() -> None:
     for switches in (
         {"bias": True},
         {"activation": "gelu_tanh"},
-        {"clamp": SwigluClamp(1.702, 7.0)},
+        {"clamp": SwigluOaiParams(1.702, 7.0)},
     ):
         assert stack_experts(mixture("dense", **switches)) is not None
-    one_gate = mixture("dense", clamp=SwigluClamp(1.702, 7.0))
-    one_gate.experts[1].act.clamp = SwigluClamp(1.702, 6.0)  # type: ignore[union-attr]
+    one_gate = mixture("dense", clamp=SwigluOaiParams(1.702, 7.0))
+    one_gate.experts[1].act.clamp = SwigluOaiParams(1.702, 6.0)  # type: ignore[union-attr]
     assert stack_experts(one_gate) is None, "experts with two gates"
     mixed = mixture("dense")
     matrix = torch.zeros(2 * INNER, HIDDEN)
@@ -259,7 +259,7 @@ def test_memory_of_experts_in_16_bits_is_known(weight_format: str) -> None:
     needed = 2 * EXPERTS * rows * columns
     expected = needed if weight_format in ("int4", "mxfp4") else 0
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), moe)
-    assert max_dequantized_bytes_of_layer_experts(model, 32 * needed) == expected
-    assert max_dequantized_bytes_of_layer_experts(model, 32 * needed - 1) == 0
+    assert largest_dequantized_experts_bytes(model, 32 * needed) == expected
+    assert largest_dequantized_experts_bytes(model, 32 * needed - 1) == 0
     moe.keep_local_experts((0, 1))
-    assert max_dequantized_bytes_of_layer_experts(model, 32 * needed) == expected // EXPERTS
+    assert largest_dequantized_experts_bytes(model, 32 * needed) == expected // EXPERTS

@@ -12,11 +12,11 @@ import torch
 from modelmill.accept.teacher_forced_scorer import TeacherForcedScorer
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
-from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
+from modelmill.nn.kv import KVCache, ModelKVCacheSpec, kv_cache_dtype
 from modelmill.ops.quant_types import QUANT_MAX, quantize_per_row
 from tests.runtime import tiny
 
-SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
+SHAPE = ModelKVCacheSpec(layers=3, kv_heads=2, head_dim=64)
 QUANTIZED_DTYPES = ("int8", "fp8")
 PAGES, PAGE = Path("/proc/self/pagemap"), mmap.PAGESIZE
 
@@ -33,7 +33,7 @@ def test_a_page_costs_what_is_allocated(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_DTYPES])
 def test_layers_of_several_sizes_cost_what_each_takes(name: str) -> None:
-    shape = KVShape(layers=3, kv_heads=2, head_dim=64, sizes=((4, 16), (2, 64), (4, 16)))
+    shape = ModelKVCacheSpec(layers=3, kv_heads=2, head_dim=64, sizes=((4, 16), (2, 64), (4, 16)))
     dtype = kv_cache_dtype(name, torch.bfloat16)
     cache = KVCache.allocate(shape, 5, 16, dtype, "cpu")
     assert [tuple(keys.shape) for keys in cache.k] == [
@@ -53,7 +53,9 @@ def test_pages_of_groups_whose_layers_differ_are_apart(full: tuple[int, int], na
     """Each layer writes all of its pages; a page of the pool is one group's, and no other's."""
     windows = (5, 5, None, 5, None)
     sizes = tuple((2, 16) if window else full for window in windows)
-    shape = KVShape(5, 2, 16, sizes=sizes, layer_windows=windows, caches=(0, 1, 2, 3, 4, 3, 4))
+    shape = ModelKVCacheSpec(
+        5, 2, 16, sizes=sizes, layer_windows=windows, caches=(0, 1, 2, 3, 4, 3, 4)
+    )
     shape = shape.with_page_groups(1000)
     dtype = kv_cache_dtype(name, torch.float32)
     count = len(shape.groups)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.kv import KVCache, ModelKVCacheSpec
 from modelmill.nn.latent_attention import (
     LatentAttentionCore,
     LatentAttentionSpec,
@@ -33,7 +33,7 @@ def make_step(lengths: list[tuple[int, int]], dtype: torch.dtype = torch.float32
     places = [(b, at) for b, (new, keys) in enumerate(lengths) for at in range(keys - new, keys)]
     slots = torch.tensor([int(tables[b, at // PAGE]) * PAGE + at % PAGE for b, at in places])
     new, keys = (torch.tensor(each, dtype=torch.int32) for each in zip(*lengths, strict=True))
-    kv = KVCache.allocate(KVShape(1, 1, SPEC.cached_dim, True), pages, PAGE, dtype, "cpu")
+    kv = KVCache.allocate(ModelKVCacheSpec(1, 1, SPEC.cached_dim, True), pages, PAGE, dtype, "cpu")
     rows = torch.randn(kv.k[0].shape, generator=draw)
     if kv.k_scale:
         kv.k[0].copy_((rows * 30).round().clamp(-100, 100))

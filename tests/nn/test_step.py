@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from modelmill.core.types import Request
 from modelmill.nn.fusion import fuse_model
 from modelmill.nn.kv import KVCache
-from modelmill.nn.step import MIN_TOKENS_PER_LOGIT_ROW, Step
+from modelmill.nn.step import MIN_TOKENS_PER_LOGIT_ROW_TO_PRUNE, Step
 from modelmill.ops.registry import select_backends
 from tests.hypothesis_examples import examples
 from tests.runtime import tiny
@@ -77,7 +77,7 @@ def test_the_logits_are_those_of_all_rows(
     rows = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=max(1, tokens // 2)))
     step = step_of(model, lengths, rows, tokens, kernels)
     narrow = step.step_of_logit_rows()
-    assert (narrow is None) == (tokens < MIN_TOKENS_PER_LOGIT_ROW * len(rows))
+    assert (narrow is None) == (tokens < MIN_TOKENS_PER_LOGIT_ROW_TO_PRUNE * len(rows))
     actual = fuse_model(model)(step)
     all_rows = model(step)
     assert actual.shape == all_rows.shape

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from modelmill.nn.expert_stack import common_view_base
+from modelmill.nn.expert_stack import as_strided_stack
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
@@ -98,6 +98,6 @@ def test_the_experts_of_a_layer_lie_one_after_another() -> None:
     for path, name in (("gate_up_proj", "dense"), ("down_proj", "int8")):
         linears = [expert.get_submodule(path) for expert in model.experts]
         assert {linear.weight.format for linear in linears} == {name}
-        stack = common_view_base([linear.weight.tensors()["weight"] for linear in linears])
+        stack = as_strided_stack([linear.weight.tensors()["weight"] for linear in linears])
         assert stack is not None
         assert len({float(each.float().sum()) for each in stack}) == 4, "four different experts"

@@ -43,5 +43,5 @@ def test_torch_computes_no_more_than_this(family: str) -> None:
     model = hybrid_model(family, torch.bfloat16)
     expected = Counter(EMBED) + Counter(LOGITS) + Counter(ONCE.get(family, {}))
     assert _calls(model, (3, 1, 20)) == expected
-    cut = CUT_STEP if hasattr(fuse_model(model), "_run_layers") else Counter()
+    cut = CUT_STEP if hasattr(fuse_model(model), "_run_layers_and_final_norm") else Counter()
     assert _calls(model, (1, 9, 9)) == expected + Counter(LOGIT_ROWS) + cut

@@ -15,7 +15,7 @@ from modelmill.ops.fused_moe import (
     GELU_TANH,
     FusedMoEInputs,
     Shape,
-    SwigluClamp,
+    SwigluOaiParams,
     make_expert_weight_args,
 )
 from modelmill.ops.moe_align_block_size import NO_EXPERT
@@ -63,7 +63,7 @@ def random_moe_inputs(
     elif kind in ("clamped", "gelu"):
         more["gate_up_bias"] = torch.randn(experts, 2 * inner, generator=draw).to(dtype)
         more["down_bias"] = torch.randn(experts, hidden, generator=draw).to(dtype)
-        choice = {"clamp": SwigluClamp(1.702, 1.5)}
+        choice = {"clamp": SwigluOaiParams(1.702, 1.5)}
         more |= choice if kind == "clamped" else {"activation": GELU_TANH}
     if kind in ("shared", "elsewhere"):
         more["shared"] = torch.randn(tokens, hidden, generator=draw).to(dtype)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.bound_op import BoundOp, SelectedOp, count_bucket_edges
+from modelmill.ops.bound_op import BoundOp, SelectedOp, bucket_edges_for_count
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.kernel_support import (
     HALF_DTYPES,
@@ -212,7 +212,7 @@ def test_row_classes_end_where_a_range_does(hopper: registry.Ops) -> None:
     )
     assert isinstance(bound, BoundOp)
     choice = bound.choice
-    assert choice.edges == count_bucket_edges("m", choice._implementations)
+    assert choice.edges == bucket_edges_for_count("m", choice._implementations)
     assert {1, 8, 16, 32, 64} <= set(choice.edges)
     assert len(choice.edges) == len(choice.runs)
 

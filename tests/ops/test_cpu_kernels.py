@@ -94,10 +94,10 @@ def _forget() -> None:
 @functools.cache
 def _library(name: str) -> build.KernelLibrary:
     flags, width = INSTRUCTION_SETS[name]
-    native = build.load_library()
+    native = build.load_or_compile_library()
     if name == "avx2" and not isinstance(native, str) and native.vector_width == width:
         return native  # the same instructions: half a minute of compilation less
-    library = build.open_library(
+    library = build.load_and_verify_library(
         build.compile_library_if_missing((*build.native_compiler_flags(), *flags))
     )
     assert width is None or library.vector_width <= width
@@ -106,7 +106,7 @@ def _library(name: str) -> build.KernelLibrary:
 
 def _use(library: build.KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With freshly allocated tensors full of NaN."""
-    monkeypatch.setattr(build, "load_library", lambda: library)
+    monkeypatch.setattr(build, "load_or_compile_library", lambda: library)
     _forget()
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     yield
@@ -143,7 +143,8 @@ def other_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         else (*build.NATIVE_COMPILER_FLAGS, "-DMILL_BF16_AS_FP32")
     )
     yield from _use(
-        build.open_library(build.compile_library_if_missing((*flags, LESS_OPTIMISED))), monkeypatch
+        build.load_and_verify_library(build.compile_library_if_missing((*flags, LESS_OPTIMISED))),
+        monkeypatch,
     )
 
 
@@ -184,8 +185,8 @@ def _check(
         for n, v in args.items()
     }
     wide.update({n: wide[n] for n in writes})
-    expected = registry.packing_named_args(op, registry.reference(op))(**wide)
-    outputs = registry.packing_named_args(op, getattr(_selected_ops(), op))(**args)
+    expected = registry.adapt_to_named_args(op, registry.reference(op))(**wide)
+    outputs = registry.adapt_to_named_args(op, getattr(_selected_ops(), op))(**args)
     pairs = list(zip(outputs, expected)) if isinstance(outputs, tuple) else [(outputs, expected)]
     pairs += [(args[n], wide[n]) for n in writes]
     for actual, truth in pairs:
@@ -286,7 +287,7 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     for op, args in products.items():
         for bias in (None, randn(45, device="cpu", dtype=dtype, seed=3)):
             run = functools.partial(
-                registry.packing_named_args(op, KERNELS[op].run), **args, bias=bias
+                registry.adapt_to_named_args(op, KERNELS[op].run), **args, bias=bias
             )
             alone = torch.cat([run(x=row[None]) for row in x[: max(batches)]])
             for rows in batches:
@@ -633,7 +634,7 @@ from modelmill.ops.cpu.common import build
 started = []
 execute = build._run_compiler
 build._run_compiler = lambda command: (started.append(command), execute(command))
-library = build.open_library(build.compile_library_if_missing({QUICK!r}))
+library = build.load_and_verify_library(build.compile_library_if_missing({QUICK!r}))
 torch.set_num_threads(2)
 torch.randn(2000, 2000) @ torch.randn(2000, 200)
 library.with_gil.modelmill_self_check()
@@ -693,7 +694,7 @@ def test_another_processor_flag_or_compiler_is_another_file(
 def _reason() -> str:
     with pytest.MonkeyPatch.context() as compiling:  # whatever kernels these tests run with
         compiling.setenv("MODELMILL_CPU_KERNELS", "native")
-        reason = build.load_library.__wrapped__()
+        reason = build.load_or_compile_library.__wrapped__()
     assert isinstance(reason, str)
     assert "\n" not in reason
     return reason
@@ -704,7 +705,7 @@ def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(shutil, "which", lambda name: None)
     reason = _reason()
     assert "install g++" in reason
-    monkeypatch.setattr(build, "load_library", lambda: reason)
+    monkeypatch.setattr(build, "load_or_compile_library", lambda: reason)
     assert build.unavailable_reason("cpu") == reason
     chosen = dict(registry.select_backends("cpu").backends)
     assert chosen.pop("argmax") == "cpu"  # numpy serves it

@@ -151,9 +151,9 @@ def test_who_multiplies_many_rows(
 
 def test_own_threads_carry_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "torch_gemm_is_faster", lambda: False)
-    if build.load_library().vector_width < 8:
+    if build.load_or_compile_library().vector_width < 8:
         pytest.skip("vectors are too narrow here")
-    linear.max_native_rows.cache_clear()
+    linear.max_cpp_kernel_rows.cache_clear()
     try:
         args, expected = _product(40)
         monkeypatch.setattr(torch, "mm", lambda *_, **__: pytest.fail("torch multiplies"))
@@ -161,7 +161,7 @@ def test_own_threads_carry_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         output = int8_linear.run(x.bfloat16(), weight, scale)
         assert torch.allclose(output.float(), expected, rtol=0.05, atol=0.5)
     finally:
-        linear.max_native_rows.cache_clear()
+        linear.max_cpp_kernel_rows.cache_clear()
 
 
 PROBE = """

@@ -98,12 +98,12 @@ def test_a_failing_compiler_is_one_line_and_leaves_nothing(
 def test_a_variant_says_why_its_kernel_does_not_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "GPU" in str(build.kernel_unavailable_reason("cpu", "kernel", ()))
+    assert "GPU" in str(build.kernel_compile_failure_reason("cpu", "kernel", ()))
     monkeypatch.setattr(build, "unavailable_reason", lambda _: None)
     _compiler(tmp_path, monkeypatch, "echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
-    assert "no such thing" in str(build.kernel_unavailable_reason("cuda", "kernel", ()))
+    assert "no such thing" in str(build.kernel_compile_failure_reason("cuda", "kernel", ()))
     _compiler(tmp_path, monkeypatch, 'echo cubin > "$out"')
-    assert build.kernel_unavailable_reason("cuda", "kernel", ()) is None
+    assert build.kernel_compile_failure_reason("cuda", "kernel", ()) is None
 
 
 def test_kernels_are_given_as_many_bytes_as_they_read() -> None:

@@ -185,10 +185,10 @@ def test_what_the_rotating_kernel_takes(
 
 def test_what_tma_cannot_read_is_left_to_others() -> None:
     x = torch.empty(4, 64, dtype=torch.bfloat16)
-    assert gemm.supports_tma(x)
-    assert not gemm.supports_tma(x[:, 1:])
-    assert not gemm.supports_tma(x.T)
-    assert not gemm.supports_tma(torch.empty(4, 65, dtype=torch.bfloat16))
+    assert gemm.is_tma_compatible(x)
+    assert not gemm.is_tma_compatible(x[:, 1:])
+    assert not gemm.is_tma_compatible(x.T)
+    assert not gemm.is_tma_compatible(torch.empty(4, 65, dtype=torch.bfloat16))
     assert not gemm.supports_operands(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), (
         "not on a GPU"
     )

@@ -49,7 +49,7 @@ def test_a_plan_covers_the_weight_once(
     ]
     assert not plan or covered == list(range(count_weight_tiles(rows)))
     for config, _ in plan:
-        memory = wq_gemm_large_m.block_memory(spec, config)
+        memory = wq_gemm_large_m.plan_block_smem(spec, config)
         assert memory.shared_bytes <= 227 << 10
         assert 3 <= memory.num_stages <= 8
 

@@ -19,7 +19,7 @@ from modelmill.ops.cuda.weight_only_gemm import (
     wq_gemm_pipelined,
 )
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
-    BlockMemory,
+    BlockSmemPlan,
     WqSpec,
     supports_weight,
 )
@@ -66,7 +66,7 @@ def test_a_form_fits_wherever_one_is_chosen(
     if made.groups_per_tile == 1 or made.groups_per_split(4) <= 128:
         assert split_k is not None
     if split_k is not None:
-        memory = BlockMemory(made, box, split_k)
+        memory = BlockSmemPlan(made, box, split_k)
         assert memory.shared_bytes <= 227 << 10
         assert 3 <= memory.num_stages <= 8
 

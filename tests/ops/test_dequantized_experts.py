@@ -35,8 +35,8 @@ def test_many_tokens_take_dequantized_weights(op: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(grouped_gemm, "_launch_grouped_gemm", noted)
     monkeypatch.setattr(fused_moe, "case_shapes", lambda _: [FEW, MANY])
     dtype, declaration = DTYPES[op], importlib.import_module(f"modelmill.ops.{op}")
-    reference = registry.packing_named_args(op, registry.reference(op))
-    call = registry.packing_named_args(op, kernel.run)
+    reference = registry.adapt_to_named_args(op, registry.reference(op))
+    call = registry.adapt_to_named_args(op, kernel.run)
     few, many = declaration.cases("cpu", dtype)
     call(**few.args)
     assert dtype not in dtypes, "few tokens multiply the codes"

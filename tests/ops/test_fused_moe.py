@@ -17,7 +17,7 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops import registry
-from modelmill.ops.fused_moe import SwigluClamp
+from modelmill.ops.fused_moe import SwigluOaiParams
 from modelmill.ops.fused_topk import FusedTopkInputs
 from modelmill.ops.moe_align_block_size import NO_EXPERT, max_expert_blocks, moe_align_block_size
 from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
@@ -116,7 +116,7 @@ def test_a_mixture_with_fused_moe_ops_is_the_plain_one(
 
 @pytest.mark.parametrize("weight_format", ["int8", "mxfp4"])
 @pytest.mark.parametrize(
-    "switches", [{"clamp": SwigluClamp(1.702, 0.5)}, {"activation": "gelu_tanh"}]
+    "switches", [{"clamp": SwigluOaiParams(1.702, 0.5)}, {"activation": "gelu_tanh"}]
 )
 def test_biases_and_gates_are_those_of_the_plain_mixture(
     weight_format: str, switches: dict[str, Any], fused_moe_step: Any
@@ -149,7 +149,7 @@ def test_experts_without_a_gate_are_those_of_the_plain_mixture(
     expected = moe(x, STEP)
     fused = FusedMoE(moe, stacks=True)
     assert fused._stacked is not None
-    assert fused._stacked.has_fused_moe_op(x, fused_moe_step.ops)
+    assert fused._stacked.is_fused_moe_op_usable(x, fused_moe_step.ops)
     atol = 2e-2 if weight_format == "w8a8" else 1e-5
     torch.testing.assert_close(fused(x, fused_moe_step), expected, rtol=1e-4, atol=atol)
 

@@ -128,7 +128,7 @@ def launched_kernels() -> set[str]:
 def test_the_launched_kernels_are_those_that_a_reader_finds() -> None:
     kernels = launched_kernels()
     assert "attention.paged_prefill.paged_prefill_kernel" in kernels
-    assert "common.pdl.pdl_wait" not in kernels, "a device function"
+    assert "common.pdl.pdl_wait_and_trigger" not in kernels, "a device function"
 
 
 @pytest.mark.parametrize(("generation", "keys"), [(SMALL, 32), (LARGE, 64)])
@@ -159,7 +159,7 @@ def test_latent_rows_are_64_where_wgmma_reads_them_from_shared_memory() -> None:
         for heads in (16, 128):
             q = torch.empty(1, heads, 576, dtype=torch.bfloat16, device="meta")
             with fake_gpu(generation):
-                tiles.append(paged_latent._latent_tile(q, pages, 1))
+                tiles.append(paged_latent._select_latent_launch_config(q, pages, 1))
         assert tiles[0].rows == 16
         assert tiles[1].rows == (64 if generation.arch == "sm_90" else 32)
 

@@ -77,7 +77,7 @@ def test_implementation_matches_the_reference(
     if reason is not None:
         pytest.skip(reason)
     tolerance = import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
-    checked, run = 0, registry.packing_named_args(op, module.run)
+    checked, run = 0, registry.adapt_to_named_args(op, module.run)
     for case in _all_cases(op, device, dtype):
         if not quick(case, backend, device):
             continue
@@ -187,7 +187,7 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
                 *(v.cpu() if isinstance(v, torch.Tensor) else v for v in value)
             )
         args64[name] = value
-    result = registry.packing_named_args(op, registry.reference(op))(**args64)
+    result = registry.adapt_to_named_args(op, registry.reference(op))(**args64)
     return result, _written_caches(args64)
 
 

@@ -27,18 +27,18 @@ MOST_INTERPRETED = 8_000  # sums: the interpreter runs one program after another
 
 def kernel(variant: str) -> Callable[..., torch.Tensor]:
     if variant == "torch":
-        return registry.packing_named_args("w8a8_linear", w8a8_linear)
+        return registry.adapt_to_named_args("w8a8_linear", w8a8_linear)
     if variant.endswith("GPU"):
         ops = registry.select_backends(
             "cuda", {"w8a8_linear": "triton"} if variant.startswith("triton") else None
         )
         assert ops.backends["w8a8_linear"] != "torch"
-        return on_gpu(registry.packing_named_args("w8a8_linear", ops.w8a8_linear))
+        return on_gpu(registry.adapt_to_named_args("w8a8_linear", ops.w8a8_linear))
     module = registry.implementations("w8a8_linear")[variant]
     reason = module.unavailable_reason("cpu")
     if reason is not None:
         pytest.skip(reason)
-    return registry.packing_named_args("w8a8_linear", module.run)
+    return registry.adapt_to_named_args("w8a8_linear", module.run)
 
 
 def on_gpu(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -144,7 +144,7 @@ def test_products_of_any_size(rows: int, k: int, n: int, seed: int) -> None:
     values, x_scale = quantize_per_row(x, torch.int8)
     weight, scale = quantize(torch.randn(n, k, generator=generator))
     args = {"x": values, "weight": weight, "scale": scale, "x_scale": x_scale}
-    reference = registry.packing_named_args("w8a8_linear", w8a8_linear)
+    reference = registry.adapt_to_named_args("w8a8_linear", w8a8_linear)
     exact = reference(**args, dtype=torch.float32)
     check(reference, args)
     if "cpu" in VARIANTS and kernel("cpu") is not None:

@@ -105,7 +105,7 @@ def test_tiles_of_wgmma_multiply_queries_as_they_are_loaded(
     monkeypatch.setattr(paged_latent, "has_wgmma", lambda _: True)
     inputs = small([(3, 70)], 24, (48, 32), dtype, pages=pages)
     assert (
-        paged_latent._latent_tile(*inputs[:2], inputs.max_query).rows
+        paged_latent._select_latent_launch_config(*inputs[:2], inputs.max_query).rows
         == paged_latent.WGMMA_TILE_ROWS
     )
     assert_close(module.run(inputs), inputs)

@@ -39,7 +39,7 @@ def arguments(
 
 
 def run(call: Any, args: dict[str, Any]) -> torch.Tensor:
-    return registry.packing_named_args(OP, call)(**args)
+    return registry.adapt_to_named_args(OP, call)(**args)
 
 
 def triton(device: str) -> Any:

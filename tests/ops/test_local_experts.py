@@ -133,7 +133,7 @@ def test_the_cpus_kernels_take_part() -> None:
         fused = FusedMoE(part_of(filled(spec, weight_format), spec, RANKS[1]), stacks=True)
         stacked = fused._stacked
         assert stacked is not None
-        assert stacked.has_fused_moe_op(torch.zeros(1, HIDDEN), STEP.ops)
+        assert stacked.is_fused_moe_op_usable(torch.zeros(1, HIDDEN), STEP.ops)
 
 
 def test_ids_that_count_from_another_expert_change_the_result() -> None:

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from modelmill.ops.mxfp4_linear import scale_values
+from modelmill.ops.mxfp4_linear import e8m0_to_scales
 
 
 @pytest.mark.parametrize("shape", [(256,), (16, 16), (4, 8, 8)])
@@ -16,7 +16,7 @@ def test_scales_of_every_code(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     codes = torch.arange(256, dtype=torch.uint8).reshape(shape)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warned that it enlarged an output of one element
-        values = scale_values(codes, dtype)
+        values = e8m0_to_scales(codes, dtype)
     expected = torch.tensor([2.0 ** (code - 127) for code in range(255)], dtype=torch.float64)
     assert values.dtype == dtype
     assert values.shape == shape

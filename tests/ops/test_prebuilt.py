@@ -142,11 +142,11 @@ def test_what_was_brought_along_needs_no_compiler(
     brought: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _choose(monkeypatch, "auto")
-    monkeypatch.setattr(build, "open_library", _library)
+    monkeypatch.setattr(build, "load_and_verify_library", _library)
     monkeypatch.setattr(
         build, "compile_library_if_missing", lambda flags: pytest.fail("nothing is compiled")
     )
-    library = build.load_library.__wrapped__()
+    library = build.load_or_compile_library.__wrapped__()
     assert isinstance(library, build.KernelLibrary)
     assert (library.path, library.origin) == (brought, "prebuilt for armv8-a")
     assert not build.needs_compile()
@@ -157,17 +157,19 @@ def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
 ) -> None:
     _choose(monkeypatch, "auto")
     monkeypatch.setattr(env, "cxx_from_env", lambda: "no-such-compiler")
-    reason = build.load_library.__wrapped__()
+    reason = build.load_or_compile_library.__wrapped__()
     assert isinstance(reason, str)
     assert str(brought) in reason
     assert "'no-such-compiler'" in reason
     assert "\n" not in reason
-    made, real = tmp_path / "made.so", build.open_library
+    made, real = tmp_path / "made.so", build.load_and_verify_library
     monkeypatch.setattr(build, "compile_library_if_missing", lambda flags: made)
     monkeypatch.setattr(
-        build, "open_library", lambda path: _library(path) if path == made else real(path)
+        build,
+        "load_and_verify_library",
+        lambda path: _library(path) if path == made else real(path),
     )
-    library = build.load_library.__wrapped__()
+    library = build.load_or_compile_library.__wrapped__()
     assert isinstance(library, build.KernelLibrary)
     assert (library.path, library.origin) == (made, build.COMPILED_HERE_ORIGIN)
 
@@ -175,7 +177,7 @@ def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
 def test_the_choice_is_the_users(
     brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(build, "open_library", _library)
+    monkeypatch.setattr(build, "load_and_verify_library", _library)
     monkeypatch.setattr(build, "compile_library_if_missing", lambda flags: tmp_path / "made.so")
     for choice, path in (
         ("auto", brought),
@@ -183,15 +185,15 @@ def test_the_choice_is_the_users(
         ("native", tmp_path / "made.so"),
     ):
         _choose(monkeypatch, choice)
-        library = build.load_library.__wrapped__()
+        library = build.load_or_compile_library.__wrapped__()
         assert isinstance(library, build.KernelLibrary)
         assert library.path == path
     _choose(monkeypatch, "none")
-    assert "MODELMILL_CPU_KERNELS=none" in build.load_library.__wrapped__()
+    assert "MODELMILL_CPU_KERNELS=none" in build.load_or_compile_library.__wrapped__()
     assert not build.needs_compile()
     monkeypatch.setattr(prebuilt, "installed_supported_levels", lambda: iter(()))
     _choose(monkeypatch, "prebuilt")
-    assert "this installation has none" in build.load_library.__wrapped__()
+    assert "this installation has none" in build.load_or_compile_library.__wrapped__()
     _choose(monkeypatch, "fastest")
     with pytest.raises(UsageError, match="must be one of auto, prebuilt, native, none"):
-        build.load_library.__wrapped__()
+        build.load_or_compile_library.__wrapped__()

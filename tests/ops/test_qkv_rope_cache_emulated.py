@@ -74,7 +74,7 @@ def error(emulator: Emulator, case: Case) -> float:
         *memory_ranges(*row),
         (int.from_bytes(arguments[2][8:16], "little"), size),
     ]
-    q = registry.packing_named_args("qkv_rope_cache", qkv_rope_cache.run)(**args)
+    q = registry.adapt_to_named_args("qkv_rope_cache", qkv_rope_cache.run)(**args)
     projected = args["x"].double() @ args["weight"].double().T
     if args["bias"] is not None:
         projected = projected + args["bias"].double()

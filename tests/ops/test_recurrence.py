@@ -263,7 +263,7 @@ def test_a_kernel_leaves_the_states_of_the_reference(op: str, backend: str) -> N
         states = []
         for run in (kernel.run, reference):
             args = case.args | {"state": case.args["state"].clone()}
-            registry.packing_named_args(op, run)(**args)
+            registry.adapt_to_named_args(op, run)(**args)
             states.append(args["state"][:-1])  # the last slot is padding
         torch.testing.assert_close(*states, rtol=0, atol=1e-5)
 
@@ -287,7 +287,7 @@ def mixed_step(op: str) -> dict[str, Any]:
 def run_mixed(op: str, run: Any, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs, and the states of all slots but the padding."""
     args = args | {"state": args["state"].clone()}
-    out = registry.packing_named_args(op, run)(**args)
+    out = registry.adapt_to_named_args(op, run)(**args)
     return out, args["state"][:-1]
 
 
@@ -336,7 +336,7 @@ def test_the_place_of_a_chunk_in_a_step_changes_no_bit(op: str) -> None:
         step = step._replace(slots=args["rows"].slots[:1], snapshot_slots=torch.tensor([6]))
         part = args | {"rows": step, "state": state}
         part |= {tokens: args[tokens][first:stop], gates: args[gates][first:stop]}
-        parts.append(registry.packing_named_args(op, kernel.run)(**part))
+        parts.append(registry.adapt_to_named_args(op, kernel.run)(**part))
     slot = args["rows"].slots[0]
     assert torch.equal(torch.cat(parts), out[:24])
     assert torch.equal(state[slot], states[slot])

@@ -66,12 +66,12 @@ def test_the_cache_write_rounds_as_the_reference(
             )
             if not served:
                 continue
-            registry.packing_named_args("rope_cache", module.run)(**actual)
+            registry.adapt_to_named_args("rope_cache", module.run)(**actual)
             # on the CPU: on a GPU the reference writes padding to the last page
             reference = {
                 k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in reference.items()
             }
-            registry.packing_named_args("rope_cache", rope_cache)(**reference)
+            registry.adapt_to_named_args("rope_cache", rope_cache)(**reference)
             actual = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in actual.items()}
             for part in ("k", "v"):
                 label = f"{name} {case.name} {part}"

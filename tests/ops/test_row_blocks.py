@@ -22,8 +22,8 @@ from modelmill.ops.cuda.weight_only_gemm import (
     wq_gemm_pipelined,
 )
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
-    MAX_BLOCKED_ROWS,
     MAX_ROWS,
+    ROW_BLOCK_KERNEL_MAX_ROWS,
     row_block_kernel,
 )
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import WqSpec
@@ -65,7 +65,9 @@ def test_blocks_are_the_product(rows: int) -> None:
     assert ("one", 1) in calls or rows % MAX_ROWS != 1, "a single row takes its own kernel"
 
 
-@pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS + 1, MAX_BLOCKED_ROWS, MAX_BLOCKED_ROWS + 1])
+@pytest.mark.parametrize(
+    "rows", [MAX_ROWS, MAX_ROWS + 1, ROW_BLOCK_KERNEL_MAX_ROWS, ROW_BLOCK_KERNEL_MAX_ROWS + 1]
+)
 @pytest.mark.parametrize("module", [int4_linear, int8_gemm_small_m])
 def test_ranges_and_kernels_end_at_the_same_rows(module: object, rows: int) -> None:
     """Without a GPU, whose kernels of more rows serve such a weight."""
@@ -76,7 +78,7 @@ def test_ranges_and_kernels_end_at_the_same_rows(module: object, rows: int) -> N
     ranges = module.SUPPORTED_PROBLEMS  # type: ignore[attr-defined]
     kernels = module.list_kernels_by_preference(gated=False)  # type: ignore[attr-defined]
     served = any(each.covers(problem) for each in ranges)
-    assert served == (rows <= MAX_BLOCKED_ROWS)
+    assert served == (rows <= ROW_BLOCK_KERNEL_MAX_ROWS)
     assert (select_first_kernel(kernels, problem, inputs) is not None) == served
 
 

@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.sample import FIXED_POINT_BITS, SampleInputs, filtered_integer_probs, sample
+from modelmill.ops.sample import (
+    FIXED_POINT_BITS,
+    SampleInputs,
+    filtered_fixed_point_weights,
+    sample,
+)
 from tests.hypothesis_examples import examples
 
 VARIANTS = sorted(
@@ -46,13 +51,14 @@ def _variant(name: str) -> Any:
 def test_a_weight_is_the_exponential() -> None:
     logits = torch.linspace(-20, 0, 9001)[None]
     actual = (
-        filtered_integer_probs(logits, **sampling_params(1))[0].double() * 2.0**-FIXED_POINT_BITS
+        filtered_fixed_point_weights(logits, **sampling_params(1))[0].double()
+        * 2.0**-FIXED_POINT_BITS
     )
     want = logits[0].double().exp()
     assert float(((actual - want).abs() / want).max()) < 1e-2  # few bits are left at the far end
     near = want > 1e-5
     assert float(((actual - want).abs() / want)[near].max()) < 2e-6
-    assert filtered_integer_probs(
+    assert filtered_fixed_point_weights(
         torch.tensor([[5.0, 5.0, -math.inf]]), **sampling_params(1)
     ).tolist() == [[1 << FIXED_POINT_BITS, 1 << FIXED_POINT_BITS, 0]]
 
@@ -98,7 +104,7 @@ def test_each_filter_keeps_what_it_says() -> None:
 
     def kept_ids(**options: float) -> list[int]:
         return (
-            filtered_integer_probs(logits, **sampling_params(1, **options))[0]
+            filtered_fixed_point_weights(logits, **sampling_params(1, **options))[0]
             .nonzero()[:, 0]
             .tolist()
         )

@@ -20,7 +20,7 @@ from modelmill.llm import build_engine
 from modelmill.loader.capacity import weight_bytes
 from modelmill.loader.model_loader import build_model, fill_weights, load_model
 from modelmill.nn.linear import Linear
-from modelmill.nn.moe import MoE, RemoteExpert
+from modelmill.nn.moe import MoE, RemoteExpertPlaceholder
 from modelmill.nn.partition import ExpertPartition
 from modelmill.nn.shard_model import shard_model
 from modelmill.parallel.shard import Range, partition
@@ -224,7 +224,7 @@ def test_a_rank_with_the_wrong_range_changes_the_result(
 ) -> None:
     """Planted where ranges are computed: 5 experts over 2 ranks."""
     expected = Rank("mixtral", SINGLE_RANK).logits()
-    monkeypatch.setattr(ExpertPartition, "rank_experts", fault)
+    monkeypatch.setattr(ExpertPartition, "rank_expert_range", fault)
     for output in run_on_ranks(2, lambda group: Rank("mixtral", group).logits()):
         assert (output - expected).abs().max() > 1e-2
 
@@ -233,7 +233,9 @@ def test_other_experts_are_gone() -> None:
     model = build_model("mixtral", CASES["mixtral"].raw())
     shard_model(model, TPGroup(1, 2), lambda _: 1, expert_parallel=True)
     experts = list(model.get_submodule("layers.0.mlp.experts").children())
-    assert [isinstance(each, RemoteExpert) for each in experts] == [True] * 3 + [False] * 2
+    assert [isinstance(each, RemoteExpertPlaceholder) for each in experts] == [True] * 3 + [
+        False
+    ] * 2
     for each in experts[3:]:
         linears = [m for m in each.modules() if isinstance(m, Linear)]
         assert [m.weight_shard for m in linears] == [None, None]

@@ -14,7 +14,7 @@ from modelmill.core.errors import UsageError
 from modelmill.loader.capacity import weight_bytes
 from modelmill.loader.model_loader import build_model, fill_weights
 from modelmill.nn.fusion import fuse_model
-from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.kv import KVCache, ModelKVCacheSpec
 from modelmill.nn.layer_stack import model_state_shape, stack_layer_specs, vision_encoder_stacks
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import NO_PARTITIONS
@@ -185,11 +185,11 @@ def test_layers_that_share_pages_have_the_same_heads_on_a_rank() -> None:
     """One alignment for all of them, where a recipe would cut some layers' columns elsewhere."""
     raw = CASES["gemma4_text"].raw(num_attention_heads=8, num_key_value_heads=4)
 
-    def rank_shape(rank: int, alignments: Callable[[str], int]) -> KVShape:
+    def rank_shape(rank: int, alignments: Callable[[str], int]) -> ModelKVCacheSpec:
         model = build_model("gemma4_text", raw)
         shard_model(model, TPGroup(rank, 2), alignments)
         shape = model.kv
-        assert isinstance(shape, KVShape)
+        assert isinstance(shape, ModelKVCacheSpec)
         heads = [layer.attn.kv_heads for layer in model.layers]  # type: ignore[union-attr]
         # layers 4 and 5 read the pages of layers 2 and 3
         assert heads[4:] == heads[2:4]

@@ -7,7 +7,11 @@ from typing import Any
 
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.session_file import write_session
-from modelmill.runtime.session_pages import SessionPages, export_session, session_layout
+from modelmill.runtime.session_pages import (
+    SessionPages,
+    export_session,
+    session_compatibility_layout,
+)
 from tests.runtime import tiny
 
 MANY = 1 << 30
@@ -24,5 +28,5 @@ def answer(core: EngineCore, prompt: tuple[int, ...]) -> tuple[list[Any], int]:
 def save(core: EngineCore, prompt: tuple[int, ...], path: Path) -> SessionPages:
     """The session of a prompt, in a file."""
     session = export_session(core, prompt, "", MANY)
-    write_session(path, session_layout(core), session)
+    write_session(path, session_compatibility_layout(core), session)
     return session

@@ -14,7 +14,7 @@ from modelmill.core.types import Request
 from modelmill.runtime.admission import (
     ends_only_at_length_limit,
     have_similar_output_limits,
-    peak_pages,
+    predict_peak_pages,
 )
 from modelmill.runtime.kv_pages import PagePool
 from modelmill.runtime.scheduler import Scheduler, SchedulerLimits
@@ -43,7 +43,7 @@ def test_the_worst_moment_is_found(works: list[tuple[int, int]], size: int) -> N
     exact = max(
         pages_at(works, size, step) for step in range(1 + max(answer for _, answer in works))
     )
-    estimate = peak_pages([sequence(*work) for work in works], size)
+    estimate = predict_peak_pages([sequence(*work) for work in works], size)
     # last pages count as half full: off by half a page each at most, and by one for rounding
     assert abs(estimate - exact) <= len(works) / 2 + 2
 
@@ -54,10 +54,10 @@ def test_answers_that_may_end_are_taken_as_they_are() -> None:
     assert not ends_only_at_length_limit(unknown)
     assert not ends_only_at_length_limit(sequence(33, 400, stop=("x",)))
     assert not ends_only_at_length_limit(sequence(33, 400, stop_token_ids=(9,)))
-    assert peak_pages([unknown], 16) == 0, "nothing is known"
-    assert peak_pages([unknown, known], 16) == peak_pages([known], 16) + 3
-    assert peak_pages([known], 16) > 25
-    assert peak_pages([], 16) == 0
+    assert predict_peak_pages([unknown], 16) == 0, "nothing is known"
+    assert predict_peak_pages([unknown, known], 16) == predict_peak_pages([known], 16) + 3
+    assert predict_peak_pages([known], 16) > 25
+    assert predict_peak_pages([], 16) == 0
 
 
 def serve(scheduler: Scheduler, works: list[tuple[int, int]], **params: Any) -> tuple[int, int]:

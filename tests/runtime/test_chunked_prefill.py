@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from modelmill.runtime.chunked_prefill import (
     FULL_GEMM_SPEED_TOKENS,
     FULL_GEMM_SPEED_TOKENS_8BIT,
+    MAX_MIXED_TO_DECODE_TIME_RATIO,
     MAX_PREFILL_SECONDS,
-    MAX_STEP_TIME_RATIO,
     MIN_PREFILL_TOKENS,
     MIN_RETIME_STEPS,
     RETIME_STEPS,
@@ -71,12 +71,12 @@ def test_few_steps_take_much_longer_and_pieces_are_as_large_as_that_allows(
     settled, used = sorted(beside[700:]), pieces[700:]
     median = sorted(quiet)[len(quiet) // 2]
     if min(used) > pace.min_tokens:
-        assert settled[int(0.90 * len(settled))] <= 1.1 * MAX_STEP_TIME_RATIO * median
+        assert settled[int(0.90 * len(settled))] <= 1.1 * MAX_MIXED_TO_DECODE_TIME_RATIO * median
         assert settled[int(0.99 * len(settled))] <= 3 * 1.1 * median
     # the size whose steps reach the limit, and the one of whose steps, with noise, 6 % (1.55
     # deviations) do
     most, expected = (
-        (MAX_STEP_TIME_RATIO * math.exp(-1.6 * spread) - 1 - fixed) * 0.03 / each
+        (MAX_MIXED_TO_DECODE_TIME_RATIO * math.exp(-1.6 * spread) - 1 - fixed) * 0.03 / each
         for spread in (0.0, noise)
     )
     assert sum(used) / len(used) <= max(1.15 * most, pace.min_tokens)
@@ -160,7 +160,9 @@ def test_small_steps_beside_many_answers_are_no_limit_beside_few() -> None:
     settled = pace.chunk_tokens
     _, beside, _ = burst(pace, cost, 8, 400)
     assert pace.chunk_tokens < settled
-    assert sorted(beside)[int(0.9 * len(beside))] <= 1.1 * MAX_STEP_TIME_RATIO * cost(8, 0)
+    assert sorted(beside)[int(0.9 * len(beside))] <= 1.1 * MAX_MIXED_TO_DECODE_TIME_RATIO * cost(
+        8, 0
+    )
 
 
 def test_one_step_in_many_goes_without_a_prompt() -> None:
@@ -243,7 +245,8 @@ def test_stalls_are_forgotten(
     ]
     # the baseline is measured again after few steps that are too slow
     assert (
-        sum(seconds > 1.3 * MAX_STEP_TIME_RATIO for seconds in undisturbed) <= 3 * MIN_RETIME_STEPS
+        sum(seconds > 1.3 * MAX_MIXED_TO_DECODE_TIME_RATIO for seconds in undisturbed)
+        <= 3 * MIN_RETIME_STEPS
     )
     usual = [piece for piece, _ in calm[900:] if piece]
     after = [piece for piece, _ in steps[900:] if piece]

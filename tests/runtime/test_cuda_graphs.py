@@ -21,7 +21,7 @@ from modelmill.loader import capacity
 from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import cuda_graphs, graph_sizes, model_runner
-from modelmill.runtime.batch import BatchPacker, LogitRows, PackedBatch, reserve_step_buffers
+from modelmill.runtime.batch import BatchPacker, LogitRowSpec, PackedBatch, reserve_step_buffers
 from modelmill.runtime.batch_buffer_layout import BatchBufferLayout
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
@@ -31,20 +31,20 @@ from modelmill.runtime.cuda_graphs import (
     graph_limits,
 )
 from modelmill.runtime.graph_sizes import (
-    MAX_PREFILL_GRAPHS,
-    MAX_WARM_UP_SEQS,
+    MAX_SINGLE_PROMPT_GRAPHS,
+    MAX_WARM_UP_MIXED_GRAPH_SEQS,
     MIXED_GRAPH_TOKEN_COUNTS,
     PREFILL_GRAPH_BYTES,
-    PREFILL_GRAPH_SIZES,
+    SINGLE_PROMPT_GRAPH_TOKEN_COUNTS,
     PaddedStepShape,
-    PrefillLimits,
+    PrefillGraphLimits,
     context_bucket,
     graph_batch_sizes,
     max_mixed_graphs,
 )
 from modelmill.runtime.tp_worker_pool import (
-    StepCommand,
     TPWorkerPool,
+    WorkerCommand,
 )
 from tests.hypothesis_examples import examples
 from tests.runtime import tiny
@@ -84,7 +84,7 @@ def filling(
     """A loop on the CPU whose prompts go as they do on a GPU; mixed: graphs of mixed steps."""
     engine = tiny.make_engine(model, **options)
     config, longest = engine.config, -(-engine.max_model_len // 8) * 8
-    limits = PrefillLimits(config.max_num_batched_tokens, longest, config.max_num_seqs, mixed)
+    limits = PrefillGraphLimits(config.max_num_batched_tokens, longest, config.max_num_seqs, mixed)
     engine.model_runner.prefill_graphs = PrefillGraphs(
         engine.model_runner.forward, capturer, limits, engine.model_runner.states
     )
@@ -95,11 +95,11 @@ def filling(
 def test_a_step_is_filled_up_to_the_next_size(
     tokens: int, before: int, most: int, longest: int
 ) -> None:
-    padded = PrefillLimits(most, longest).padded_shape(tokens, 1, before + tokens)
+    padded = PrefillGraphLimits(most, longest).padded_shape(tokens, 1, before + tokens)
     sizes = [
         size
-        for i, size in enumerate(PREFILL_GRAPH_SIZES)
-        if i == 0 or PREFILL_GRAPH_SIZES[i - 1] < longest
+        for i, size in enumerate(SINGLE_PROMPT_GRAPH_TOKEN_COUNTS)
+        if i == 0 or SINGLE_PROMPT_GRAPH_TOKEN_COUNTS[i - 1] < longest
     ]
     holding = [size for size in sizes if tokens <= size <= most]
     little = bool(holding) and (holding[0] <= 512 or 64 * (holding[0] - tokens) <= holding[0])
@@ -108,7 +108,7 @@ def test_a_step_is_filled_up_to_the_next_size(
 
 
 def test_a_token_alone_is_no_prompt() -> None:
-    assert PrefillLimits(512, 4096).padded_shape(1, 1, 1) is None
+    assert PrefillGraphLimits(512, 4096).padded_shape(1, 1, 1) is None
 
 
 @pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
@@ -182,7 +182,7 @@ def test_a_mixed_graph_reads_ids_that_only_the_device_knows() -> None:
 def test_a_mixed_step_is_padded_to_sizes_that_hold_it(
     tokens: int, seqs: int, context: int, most: int, max_seqs: int
 ) -> None:
-    limits = PrefillLimits(most, 32_768, max_seqs, 9)
+    limits = PrefillGraphLimits(most, 32_768, max_seqs, 9)
     padded = limits.padded_shape(tokens, seqs, context)
     fits = tokens <= max(s for s in MIXED_GRAPH_TOKEN_COUNTS if s <= most) and seqs <= max_seqs
     assert (padded is not None) == fits
@@ -191,16 +191,16 @@ def test_a_mixed_step_is_padded_to_sizes_that_hold_it(
         assert seqs <= padded.seqs <= max(4 * seqs, 16)
         assert padded.seqs <= max_seqs
         assert context <= padded.context
-    assert PrefillLimits(most, 32_768, max_seqs).padded_shape(tokens, seqs, context) is None
+    assert PrefillGraphLimits(most, 32_768, max_seqs).padded_shape(tokens, seqs, context) is None
 
 
 @pytest.mark.parametrize(("max_seqs", "max_mixed"), [(1, 48), (5, 48), (256, 48), (256, 13)])
 def test_mixed_steps_of_few_sequences_are_captured_beforehand(
     max_seqs: int, max_mixed: int
 ) -> None:
-    limits = PrefillLimits(8192, 4096, max_seqs, max_mixed)
+    limits = PrefillGraphLimits(8192, 4096, max_seqs, max_mixed)
     mixed = [size for size in limits.capture_sizes() if size.is_mixed]
-    seqs = [n for n in limits.mixed_seqs if 1 < n <= MAX_WARM_UP_SEQS]
+    seqs = [n for n in limits.mixed_seqs if 1 < n <= MAX_WARM_UP_MIXED_GRAPH_SEQS]
     assert (
         len(set(mixed)) == len(mixed) == min(len(seqs) * len(MIXED_GRAPH_TOKEN_COUNTS), max_mixed)
     )
@@ -213,7 +213,7 @@ def test_mixed_steps_of_few_sequences_are_captured_beforehand(
 
 
 def test_a_step_that_may_not_be_captured_takes_a_larger_graph() -> None:
-    limits = PrefillLimits(8192, 32_768, 256, 2)
+    limits = PrefillGraphLimits(8192, 32_768, 256, 2)
     graphs = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), limits)
     for size in (PaddedStepShape(512, 64, 4096), PaddedStepShape(256, 64, 4096)):
         graphs._captured[size] = cast(Any, None)
@@ -251,10 +251,10 @@ class LoopbackWorkers:
 
     translate_errors = nullcontext
 
-    def broadcast(self, command: StepCommand, data: memoryview) -> None:
+    def broadcast(self, command: WorkerCommand, data: memoryview) -> None:
         """As ``TPWorkerPool.broadcast``, and what ``tp_worker_process`` does."""
         self.commands.append(command.command)
-        command = StepCommand.unpack(command.pack())
+        command = WorkerCommand.unpack(command.pack())
         views, buffer = self.runner.packer.next_receive_buffer(command.layout)
         buffer[:] = data
         self.runner.packer.upload(views)
@@ -289,7 +289,7 @@ def test_a_rank_that_cannot_capture_sums_as_often_as_rank_0() -> None:
         launched.append(batch)
         return torch.empty(0)
 
-    limits = PrefillLimits(512, 4096)
+    limits = PrefillGraphLimits(512, 4096)
     graphs = PrefillGraphs(forward, FakeCapturer(broken=True), limits, is_parallel=True)
     for use in (PaddedStepAction.LAUNCH, PaddedStepAction.CAPTURE, PaddedStepAction.REPLAY):
         graphs.run(cast(Any, use), PaddedStepShape(16, 1, 4096), use)
@@ -298,7 +298,7 @@ def test_a_rank_that_cannot_capture_sums_as_often_as_rank_0() -> None:
 
 def test_with_other_ranks_an_out_of_memory_error_of_a_capture_is_raised() -> None:
     """Another rank may have run the calls before its capture, whose sums this one lacks."""
-    capturer, limits = FakeCapturer(), PrefillLimits(512, 4096)
+    capturer, limits = FakeCapturer(), PrefillGraphLimits(512, 4096)
     capturer.full = True
     graphs = PrefillGraphs(lambda _: torch.empty(0), capturer, limits, is_parallel=True)
     with pytest.raises(torch.OutOfMemoryError):
@@ -396,7 +396,7 @@ def test_without_memory_it_is_tried_again_later(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_sizes, "MAX_PREFILL_GRAPHS", 2)
+    monkeypatch.setattr(graph_sizes, "MAX_SINGLE_PROMPT_GRAPHS", 2)
     engine = filling(FakeCapturer(), enable_prefix_caching=False)
     todo = tiny.requests([tuple(range(2, 2 + n)) for n in (10, 20, 40)], tiny.params(max_tokens=1))
     for _ in range(CAPTURE_AFTER_USES + 1):
@@ -411,12 +411,12 @@ def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.Monk
     ("longest", "most"), [(112, 8192), (40, 8192), (4608, 8192), (100_000, 300)]
 )
 def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: int) -> None:
-    limits = PrefillLimits(most, longest)
+    limits = PrefillGraphLimits(most, longest)
     brought = {limits.padded_shape(n, 1, n) for n in range(2, min(longest, most, 1024) + 1)} - {
         None
     }
     assert set(limits.capture_sizes()) == brought
-    assert len(brought) <= MAX_PREFILL_GRAPHS
+    assert len(brought) <= MAX_SINGLE_PROMPT_GRAPHS
 
 
 def test_forward_hooks_get_the_prompt_as_it_is() -> None:
@@ -486,7 +486,7 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     if max_seqs is None:
         assert limits is None
     else:
-        prefill = PrefillLimits(5000, 7 * 16, max_seqs, 32)
+        prefill = PrefillGraphLimits(5000, 7 * 16, max_seqs, 32)
         assert limits == GraphLimits(max_seqs, 7 * 16, prefill)
         of_ranks = graph_limits(replace(config, tp=4), 7, 80 << 30)
         assert of_ranks is not None
@@ -497,10 +497,10 @@ def test_graphs_and_the_buffer_whose_address_they_know(
 @pytest.mark.parametrize(
     ("model", "options", "singles", "mixed"),
     [
-        (tiny.decoder, {}, MAX_PREFILL_GRAPHS, 48),
-        (tiny.decoder, {"max_num_seqs": 1}, MAX_PREFILL_GRAPHS, 0),
-        (tiny.decoder, {"max_num_batched_tokens": 63}, MAX_PREFILL_GRAPHS, 0),
-        (tiny.hybrid, {}, MAX_PREFILL_GRAPHS, 48),
+        (tiny.decoder, {}, MAX_SINGLE_PROMPT_GRAPHS, 48),
+        (tiny.decoder, {"max_num_seqs": 1}, MAX_SINGLE_PROMPT_GRAPHS, 0),
+        (tiny.decoder, {"max_num_batched_tokens": 63}, MAX_SINGLE_PROMPT_GRAPHS, 0),
+        (tiny.hybrid, {}, MAX_SINGLE_PROMPT_GRAPHS, 48),
     ],
 )
 def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
@@ -512,12 +512,14 @@ def test_memory_is_set_aside_for_prefill_graphs_where_there_are_any(
 ) -> None:
     engine = tiny.make_engine(model(), **options)
     set_aside: list[int] = []
-    num_kv_pages = capacity.num_kv_pages
-    monkeypatch.setattr(capacity, "total_device_bytes", lambda device: 140 << 30)
+    determine_num_kv_pages = capacity.determine_num_kv_pages
+    monkeypatch.setattr(capacity, "total_gpu_bytes", lambda device: 140 << 30)
     monkeypatch.setattr(
-        capacity, "num_kv_pages", lambda *args: set_aside.append(args[6]) or num_kv_pages(*args)
+        capacity,
+        "determine_num_kv_pages",
+        lambda *args: set_aside.append(args[6]) or determine_num_kv_pages(*args),
     )
-    engine._plan_cache_sizes(SINGLE_RANK)
+    engine._plan_cache_sizes_and_cap_max_seqs(SINGLE_RANK)
     assert set_aside == [(singles + mixed) * PREFILL_GRAPH_BYTES]
     limits = engine._graph_limits(7)
     assert limits is not None
@@ -540,10 +542,10 @@ def test_a_runner_has_its_graphs_from_the_start(
     before = tiny.make_engine().model_runner
     runner = model_runner.ModelRunner(
         before.model, before.ops, before.kv, before.packer, before.sampler, 4,
-        TPGroup(size=ranks), graph_limits=GraphLimits(3, 112, PrefillLimits(96, 112, 3, 5)),
+        TPGroup(size=ranks), graph_limits=GraphLimits(3, 112, PrefillGraphLimits(96, 112, 3, 5)),
     )  # fmt: skip
     forward, select_ids = runner.forward, runner.sampler.select_ids
-    limits = PrefillLimits(96, 112, 3, 5)
+    limits = PrefillGraphLimits(96, 112, 3, 5)
     assert made == {
         "DecodeGraphs": (
             forward, select_ids, runner.last_ids, runner.packer, 3, 112, None, {}
@@ -564,7 +566,7 @@ def test_a_capture_does_not_advance_recurrent_states(monkeypatch: pytest.MonkeyP
     assert states is not None
     before = states.buffer.clone()
     assert before[0].any()
-    monkeypatch.setattr(cuda_graphs, "check_capturable", lambda call: call())
+    monkeypatch.setattr(cuda_graphs, "run_without_host_sync", lambda call: call())
     monkeypatch.setattr(cuda_graphs, "run_on_side_stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda: SimpleNamespace(capture=lambda _: 0))
@@ -572,7 +574,7 @@ def test_a_capture_does_not_advance_recurrent_states(monkeypatch: pytest.MonkeyP
         runner.forward, runner.sampler.select_ids, runner.last_ids, runner.packer, 2, 64, states
     )
     seq = engine.scheduler.running[0]
-    batch = runner.packer.pack([(seq, 1)], LogitRows([0], [-1]), (1, 64))
+    batch = runner.packer.pack([(seq, 1)], LogitRowSpec([0], [-1]), (1, 64))
     assert graphs._capture(batch, cuda_graphs.GREEDY_GRAPH_OUTPUT) == 0
     changed = (states.buffer != before).any(1).nonzero()[:, 0].tolist()
     assert changed in ([], [states.num_slots - 1])  # padding rows write to the last slot

@@ -174,5 +174,5 @@ def test_tables_keep_rows_apart() -> None:
     assert {first, second} == {0, 1}
     assert np.array_equal(tables.table[first, :2], [3, 4])
     assert tables.num_free_rows == 0
-    tables.free_row(first)
+    tables.return_row_to_free_list(first)
     assert tables.alloc_row_with_pages([]) == first

@@ -24,7 +24,11 @@ from modelmill.runtime.batch import reserve_step_buffers
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.kv_pages import NO_PAGE, page_group_key
 from modelmill.runtime.session_file import read_session, write_session
-from modelmill.runtime.session_pages import export_session, import_session, session_layout
+from modelmill.runtime.session_pages import (
+    export_session,
+    import_session,
+    session_compatibility_layout,
+)
 from tests.models.all_families import CASES
 from tests.models.families.gemma4_text import NO_EXPERTS
 from tests.runtime import tiny
@@ -215,7 +219,7 @@ def test_decode_graphs_read_every_groups_table_at_its_address(
 ) -> None:
     """A captured step is padded to a batch size, and replayed on what stands at its addresses."""
     capturer = FakeCapturer()
-    monkeypatch.setattr(cuda_graphs, "check_capturable", lambda call: call())
+    monkeypatch.setattr(cuda_graphs, "run_without_host_sync", lambda call: call())
     monkeypatch.setattr(cuda_graphs, "run_on_side_stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda: SimpleNamespace(capture=capturer))
@@ -317,9 +321,9 @@ def test_a_saved_session_has_the_pages_of_the_window_only(tmp_path: Path, family
     session = export_session(core, prompt, "", 1 << 30)
     windows = core.scheduler.limits.windows
     assert len(session.data[0]) == sum(15 if window is None else 3 for window in windows)
-    layout = session_layout(core)
+    layout = session_compatibility_layout(core)
     write_session(tmp_path / "s", layout, session)
-    loaded = read_session(tmp_path / "s", session_layout(fresh))
+    loaded = read_session(tmp_path / "s", session_compatibility_layout(fresh))
     assert import_session(fresh, loaded, "") == 120
     assert cached_tokens(fresh, request) == (120, first)
     tiny.assert_idle(fresh)

@@ -18,7 +18,7 @@ from modelmill.runtime.sampler import (
     SamplingBatch,
     derive_seed,
     logprob_table,
-    read_logprobs,
+    parse_logprob_row,
     splitmix64,
     uniform_random_numbers,
 )
@@ -99,7 +99,7 @@ def test_against_transformers(params_list: list[SamplingParams], seed: int) -> N
     changed = sampler._process_logits(logits, plan)
     sampling_inputs = brought(plan)
     left = (
-        op.filtered_integer_probs(
+        op.filtered_fixed_point_weights(
             changed, **{k: v for k, v in sampling_inputs.items() if k != "noise"}
         )
         if sampling_inputs
@@ -193,9 +193,9 @@ def test_chance_is_uniform_and_reproducible() -> None:
 def test_logprob_table() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
     row = logprob_table(logits, torch.tensor([3]), 2).tolist()[0]
-    by_id = read_logprobs(row, 2)
+    by_id = parse_logprob_row(row, 2)
     want = logits.log_softmax(-1)[0]
     assert list(by_id) == [1, 2, 3]
     assert [by_id[i].rank for i in (1, 2, 3)] == [1, 2, 4]
     assert by_id[3].logprob == pytest.approx(want[3].item())
-    assert list(read_logprobs(row, 0)) == [3]
+    assert list(parse_logprob_row(row, 0)) == [3]

@@ -24,7 +24,7 @@ from modelmill.runtime.session_pages import (
     SessionPages,
     export_session,
     import_session,
-    session_layout,
+    session_compatibility_layout,
 )
 from tests.runtime import tiny
 from tests.runtime.sessions import MANY, answer, save
@@ -41,7 +41,7 @@ def test_a_fresh_engine_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, A
     session = save(core, PROMPT, tmp_path / "s")
     assert len(session.tokens) == 40 // core.page_size * core.page_size
     fresh = tiny.make_engine(**options)
-    loaded = read_session(tmp_path / "s", session_layout(fresh))
+    loaded = read_session(tmp_path / "s", session_compatibility_layout(fresh))
     assert import_session(fresh, loaded, "") == len(session.tokens)
     assert answer(fresh, PROMPT) == (expected, cached)
     assert answer(core, PROMPT) == (expected, cached)
@@ -90,7 +90,7 @@ def assert_goes_on(core: EngineCore, make: Callable[[], EngineCore], path: Path)
     answer(core, PROMPT)
     session = save(core, PROMPT, path)
     fresh = make()
-    loaded = read_session(path, session_layout(fresh))
+    loaded = read_session(path, session_compatibility_layout(fresh))
     assert loaded.state is not None
     assert loaded.nbytes == session.nbytes
     assert import_session(fresh, loaded, "") == len(session.tokens)
@@ -134,7 +134,7 @@ def test_a_state_without_a_slot_is_refused(tmp_path: Path) -> None:
     states = fresh.scheduler.states
     assert states is not None
     for number in range(states.count):
-        slot = states.reserve_snapshot_slot(b"%d" % number)
+        slot = states.insert_snapshot_slot(b"%d" % number)
         assert slot is not None
         states.queue_state_copy(slot, 0)  # to be copied before the next step
     with pytest.raises(CapacityError, match="a slot for its recurrent state, and none is free"):
@@ -147,7 +147,7 @@ def test_a_file_of_another_state_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine(tiny.hybrid())
     answer(core, PROMPT)
     save(core, PROMPT, tmp_path / "s")
-    layout = session_layout(core)
+    layout = session_compatibility_layout(core)
     shape, _ = layout["states"][0]
     for key, value, what in (
         ("states", [[shape, "bfloat16"], *layout["states"][1:]], "dtype of the recurrent state"),
@@ -165,7 +165,7 @@ def test_another_engine_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine()
     answer(core, PROMPT)
     save(core, PROMPT, tmp_path / "s")
-    layout = session_layout(core)
+    layout = session_compatibility_layout(core)
     for key, value, what in (
         ("engine", "other", "engine"),
         ("page_size", 16, "page size"),
@@ -178,7 +178,7 @@ def test_another_engine_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_or_changed_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine()
     answer(core, PROMPT)
-    path, layout = tmp_path / "s", session_layout(core)
+    path, layout = tmp_path / "s", session_compatibility_layout(core)
     save(core, PROMPT, path)
     data = path.read_bytes()
     draw = random.Random(0)
@@ -209,7 +209,7 @@ def test_a_forged_header_with_the_right_digest_is_refused(
 ) -> None:
     core = tiny.make_engine()
     answer(core, PROMPT)
-    path, layout = tmp_path / "s", session_layout(core)
+    path, layout = tmp_path / "s", session_compatibility_layout(core)
     session = save(core, PROMPT, path)
     body = b"".join(each.tobytes() for each in session.data)
     header = json.dumps({**layout, "tokens": list(session.tokens), "pages": 5, **change}).encode()
@@ -229,7 +229,7 @@ def test_a_forged_header_with_the_right_digest_is_refused(
 def test_a_number_of_pages_is_no_boolean(tmp_path: Path) -> None:
     core = tiny.make_engine()
     answer(core, PROMPT)
-    path, layout = tmp_path / "s", session_layout(core)
+    path, layout = tmp_path / "s", session_compatibility_layout(core)
     session = export_session(core, PROMPT[:8], "", MANY)
     write_session(path, layout, session)
     content = path.read_bytes()[:-DIGEST_BYTES].replace(b'"pages": 1}', b'"pages":true}')
@@ -251,5 +251,5 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, monkeypatch: Any)
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_session(tmp_path / "s", session_layout(core), session)
+        write_session(tmp_path / "s", session_compatibility_layout(core), session)
     assert list(tmp_path.iterdir()) == []

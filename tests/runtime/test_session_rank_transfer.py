@@ -22,7 +22,7 @@ from modelmill.runtime.session_file import DIGEST_BYTES, SESSION_FILE_MAGIC, rea
 from modelmill.runtime.session_pages import (
     export_session,
     import_session,
-    session_layout,
+    session_compatibility_layout,
 )
 from tests.runtime import tiny
 from tests.runtime.sessions import MANY, answer, save
@@ -71,7 +71,7 @@ def test_as_many_ranks_go_on_bit_for_bit(
         expected = answer(core, LONGER)
     assert expected[1] == len(session.tokens) >= 32
     with opened(engines(name), tp, **options) as fresh:
-        loaded = read_session(tmp_path / "s", session_layout(fresh))
+        loaded = read_session(tmp_path / "s", session_compatibility_layout(fresh))
         assert import_session(fresh, loaded, "") == len(session.tokens)
         again = export_session(fresh, PROMPT, "", MANY)
         assert [each.tobytes() for each in again.data] == [each.tobytes() for each in session.data]
@@ -111,7 +111,7 @@ def test_another_number_of_ranks_is_one_line(
         rf"--tp {restored_by}; serve it with --tp {saved_by} to restore it$"
     )
     with opened(engines(name), restored_by) as other:
-        layout = session_layout(other)
+        layout = session_compatibility_layout(other)
     with pytest.raises(UsageError, match=message):
         read_session(tmp_path / "s", layout)
 
@@ -120,7 +120,7 @@ def test_cut_and_forged_files_are_one_line(pair: EngineCore, tmp_path: Path) -> 
     path = tmp_path / "s"
     answer(pair, PROMPT)
     save(pair, PROMPT, path)
-    layout = session_layout(pair)
+    layout = session_compatibility_layout(pair)
     data = path.read_bytes()
     for part in (data[:-1], data[: len(data) // 2], data[: len(SESSION_FILE_MAGIC) + 9]):
         path.write_bytes(part)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.core.errors import CapacityError
-from modelmill.nn.recurrent_state import RecurrentStateCache, StateShape, StateSpec
+from modelmill.nn.recurrent_state import ModelStateSpec, RecurrentStateCache, StateSpec
 from modelmill.ops.cuda_graph import NotCapturable
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
@@ -212,7 +212,7 @@ def test_a_model_without_attention_keeps_no_keys() -> None:
 
 
 def test_slots_of_a_cache_are_copied_whole() -> None:
-    shape = StateShape((StateSpec("a", (3, 5)), StateSpec("b", (2,), torch.float32)))
+    shape = ModelStateSpec((StateSpec("a", (3, 5)), StateSpec("b", (2,), torch.float32)))
     assert shape.slot_bytes(torch.bfloat16) == 128  # each state starts at 64 bytes
     cache = RecurrentStateCache.allocate(shape, 3, torch.bfloat16, "cpu")
     assert [tuple(state.shape) for state in cache.states] == [(3, 3, 5), (3, 2)]

@@ -12,7 +12,7 @@ from modelmill.core import memory_limits
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.types import MEAN_POOLING, Request, TokenOutput
-from modelmill.loader.capacity import max_idle_pages
+from modelmill.loader.capacity import max_idle_prefix_cache_pages
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 
@@ -141,12 +141,25 @@ def test_how_much_prefixes_may_take() -> None:
     assert memory_limits.max_cached_prefix_bytes(9 * GIB) == 3 * GIB
     assert memory_limits.max_cached_prefix_bytes(2 * GIB) == GIB
     assert memory_limits.max_cached_prefix_bytes(GIB // 2) == GIB // 2
-    assert max_idle_pages(RunConfig(), 9 * 1024, page, "cpu") == 3 * 1024
+    assert max_idle_prefix_cache_pages(RunConfig(), 9 * 1024, page, "cpu") == 3 * 1024
     # who gives the cache a size has said what it may take; a GPU's is taken at once
-    assert max_idle_pages(RunConfig(kv_cache_bytes=9 * GIB), 9 * 1024, page, "cpu") == 9 * 1024
-    assert max_idle_pages(RunConfig(), 9 * 1024, page, "cuda:0") == 9 * 1024
-    assert max_idle_pages(RunConfig(prefix_cache_bytes=5 * page + 7), 9 * 1024, page, "cuda:0") == 5
-    assert max_idle_pages(RunConfig(prefix_cache_bytes=99 * GIB), 1024, page, "cpu") == 1024
-    assert max_idle_pages(RunConfig(enable_prefix_caching=False), 1024, page, "cpu") == 0
+    assert (
+        max_idle_prefix_cache_pages(RunConfig(kv_cache_bytes=9 * GIB), 9 * 1024, page, "cpu")
+        == 9 * 1024
+    )
+    assert max_idle_prefix_cache_pages(RunConfig(), 9 * 1024, page, "cuda:0") == 9 * 1024
+    assert (
+        max_idle_prefix_cache_pages(
+            RunConfig(prefix_cache_bytes=5 * page + 7), 9 * 1024, page, "cuda:0"
+        )
+        == 5
+    )
+    assert (
+        max_idle_prefix_cache_pages(RunConfig(prefix_cache_bytes=99 * GIB), 1024, page, "cpu")
+        == 1024
+    )
+    assert (
+        max_idle_prefix_cache_pages(RunConfig(enable_prefix_caching=False), 1024, page, "cpu") == 0
+    )
     with pytest.raises(UsageError, match="--prefix-cache-bytes must be at least 1"):
         RunConfig(prefix_cache_bytes=0)

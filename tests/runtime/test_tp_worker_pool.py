@@ -31,8 +31,8 @@ from modelmill.runtime.tp_worker_pool import (
     COMMANDS,
     COPY_PAGES_COMMAND,
     HEADER_BYTES,
-    StepCommand,
     TPWorkerPool,
+    WorkerCommand,
 )
 from tests.runtime import tiny
 from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
@@ -44,7 +44,7 @@ LAYOUTS = st.builds(
     BatchBufferLayout, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans(), st.integers(1, 8)
 )
 COMMANDS_SENT = st.builds(
-    StepCommand,
+    WorkerCommand,
     st.sampled_from(COMMANDS),
     COUNTS,
     LAYOUTS,
@@ -199,7 +199,7 @@ def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> N
     commands = []
     workers: Any = engine_core.model_runner.tp_workers
 
-    def record_and_send(command: StepCommand, payload: bytes) -> None:
+    def record_and_send(command: WorkerCommand, payload: bytes) -> None:
         commands.append(command.command)
         send(command, payload)
 
@@ -270,7 +270,7 @@ def test_the_last_output_of_a_rank_is_reported(engines: Callable[[str], Path]) -
     engine_core = open_engine(engines("llama"), 2)
     workers: Any = engine_core.model_runner.tp_workers
     workers.broadcast(
-        StepCommand(COPY_PAGES_COMMAND, 2), torch.tensor([0, 1 << 40]).numpy().data.cast("B")
+        WorkerCommand(COPY_PAGES_COMMAND, 2), torch.tensor([0, 1 << 40]).numpy().data.cast("B")
     )
     with pytest.raises(RankError, match=r"^rank 1 of 2 ended: [^\n]+; open the engine again$"):
         workers.raise_if_failed(TIMEOUT_SECONDS)
@@ -403,7 +403,7 @@ def test_a_rank_killed_on_gpus(engines: Callable[[str], Path]) -> None:
 
 
 @given(command=COMMANDS_SENT)
-def test_orders_survive_the_way(command: StepCommand) -> None:
+def test_orders_survive_the_way(command: WorkerCommand) -> None:
     header = command.pack()
     assert len(header) == HEADER_BYTES
-    assert StepCommand.unpack(header) == command
+    assert WorkerCommand.unpack(header) == command

@@ -45,7 +45,7 @@ def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPat
     runner.ops = runner.ops.replace({"paged_attention": recorder, "decode": None})
     runner.forward_all_ranks(runner.packer.dummy_batch(9, 3))
     before = [page.clone() for page in runner.kv.tensors]
-    assert warmup.warm_up_attention(
+    assert warmup.warm_up_decode_attention(
         runner.ops.replace({"paged_attention": attend}), recorder, 16, 128, 16
     ) == len(SPECIALIZATIONS)
     assert met == [(seqs, context, 1) for seqs, context in SPECIALIZATIONS]
@@ -72,7 +72,7 @@ def test_without_forms_nothing_is_called() -> None:
     )
     engine_core.model_runner.forward_all_ranks(engine_core.model_runner.packer.dummy_batch(9, 3))
     assert (
-        warmup.warm_up_attention(
+        warmup.warm_up_decode_attention(
             engine_core.model_runner.ops.replace({}, backends={"paged_attention": "torch"}),
             recorder,
             16,

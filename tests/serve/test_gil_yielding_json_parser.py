@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from modelmill.serve import gil_yielding_json_parser, json_scan
-from modelmill.serve.gil_yielding_json_parser import BodyError, parse_json
+from modelmill.serve.gil_yielding_json_parser import JsonParseError, parse_json
 from modelmill.serve.json_scan import JsonLimits
 
 FREE = JsonLimits(max_values=1 << 30, max_growth=1 << 20, min_memory_bytes=1 << 30)
@@ -48,7 +48,7 @@ def loaded(data: bytes) -> str:
 def parse_to_repr(data: bytes) -> str:
     try:
         return repr(parse_json(data, FREE))
-    except BodyError:
+    except JsonParseError:
         return "refused"
 
 
@@ -98,7 +98,7 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
     ids=range(12),
 )
 def test_bounds_name_the_field(data: bytes, message: str, field: str | None) -> None:
-    with pytest.raises(BodyError) as caught:
+    with pytest.raises(JsonParseError) as caught:
         parse_json(data, JsonLimits(max_values=500, min_memory_bytes=16 << 10))
     assert (str(caught.value), caught.value.field) == (message, field)
 
@@ -148,5 +148,5 @@ def test_unused_parts_have_to_be_json(wrong: str) -> None:
         + PART % ("[" + ",".join([*[ENTRY] * 20_000, wrong, ENTRY]) + "]")
         + "]}]}"
     )
-    with pytest.raises(BodyError, match="is not JSON"):
+    with pytest.raises(JsonParseError, match="is not JSON"):
         parse_json(text.encode(), FREE, {"logprobs": 5})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelmill.serve.app import REQUEST_MODELS
-from modelmill.serve.openapi_models import RESPONSE_MODELS, STREAMING_PATHS
+from modelmill.serve.openapi_models import RESPONSE_MODELS, SSE_STREAM_PATHS
 from tests.serve.service_thread import ServiceThread
 from tests.serve.tool_schemas import tool_without_arguments
 
@@ -105,7 +105,7 @@ def test_every_path_says_what_it_answers_and_every_reference_is_there(
     for path, operations in document["paths"].items():
         for operation in operations.values():
             content = operation["responses"]["200"]["content"]
-            assert ("text/event-stream" in content) == (path in STREAMING_PATHS)
+            assert ("text/event-stream" in content) == (path in SSE_STREAM_PATHS)
             assert all(each["schema"] for each in content.values()), path
         if any("requestBody" in operation for operation in operations.values()):
             assert path in (*RESPONSE_MODELS, "/v1/segment")  # its route says it itself

@@ -171,8 +171,8 @@ def test_thinking_is_an_item_of_a_response() -> None:
     builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output), THINKS)  # type: ignore[arg-type]
     events = []
     for text in ("<think>\nWe", "ll.\n</think>", "\n\nHi."):
-        events += list(builder._text_events(text, None, 1))
-    events += list(builder._text_events("", output, 0))
+        events += list(builder._emit_text_and_store_when_ended(text, None, 1))
+    events += list(builder._emit_text_and_store_when_ended("", output, 0))
     types = [event["type"] for event in events]
     assert types[:3] == [
         "response.output_item.added",

@@ -15,9 +15,9 @@ from modelmill.serve.response_items import ResponseItemsBuilder
 from modelmill.serve.response_tools import (
     ClientToolName,
     ResponseTool,
+    client_names_by_offered_name,
     to_chat_tools,
     tool_warnings,
-    tools_by_offered_name,
 )
 from modelmill.serve.responses_schema import ResponsesRequest, items_to_messages
 from modelmill.serve.tool_schema import MAX_TOOLS
@@ -77,7 +77,7 @@ def test_a_call_of_a_tool_in_a_namespace(running: ServiceThread) -> None:
 
 def test_names_that_the_model_is_offered() -> None:
     tools = parsed(SEARCH, PATCH, NAMESPACE)
-    assert tools_by_offered_name(tools) == {
+    assert client_names_by_offered_name(tools) == {
         "apply_patch": ClientToolName("apply_patch", None, is_custom=True),
         "mcp__files__read": ClientToolName("read", "mcp__files__"),
     }

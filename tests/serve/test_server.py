@@ -21,7 +21,7 @@ from modelmill.cli.serve import (
     default_served_name,
     register_and_announce_address,
 )
-from modelmill.core.server_records import running_servers
+from modelmill.core.server_records import list_running_and_prune_stale
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from modelmill.serve.server import MAX_OPEN_FILES
@@ -295,9 +295,9 @@ def test_where_it_listens_as_json(
         assert json.loads(out) == {"url": url, "models": ["a", "b"]}
         assert out.count("\n") == 1
         assert stderr == f"modelmill: listening on {url}; loading a, b\n"
-        [server] = running_servers()
+        [server] = list_running_and_prune_stale()
         assert (server.url, server.models) == (url, ("a", "b"))
-    assert running_servers() == []
+    assert list_running_and_prune_stale() == []
     with contextlib.ExitStack() as record:
         register_and_announce_address(Args(), url, ["a"], "loading a", record)
         assert capsys.readouterr().out == ""

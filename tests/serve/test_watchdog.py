@@ -28,7 +28,7 @@ from modelmill.serve.engine_state import EngineNotReady, EngineState
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.request_handle import WorkerLost
 from modelmill.serve.segmentation_messages import SegmentationJob
-from modelmill.serve.watchdog import STARTUP_TIMEOUT, Watchdog, poll_interval
+from modelmill.serve.watchdog import MIN_FIRST_HEARTBEAT_TIMEOUT, Watchdog, poll_interval
 from modelmill.serve.worker import needs_op_heartbeats
 from modelmill.serve.worker_inbox import HeartbeatSender, MessageChannel
 from modelmill.serve.worker_messages import (
@@ -116,7 +116,7 @@ def test_a_process_has_longer_for_its_first_sign_of_life_and_0_is_never() -> Non
     async def main() -> None:
         turns = ManualClock()
         assert not await hung(
-            Watchdog(LIMIT, lambda: None, turns), turns, int(STARTUP_TIMEOUT / TURN)
+            Watchdog(LIMIT, lambda: None, turns), turns, int(MIN_FIRST_HEARTBEAT_TIMEOUT / TURN)
         )
         never = Watchdog(0, lambda: None, turns)
         watch = asyncio.create_task(never.wait_until_hung())
@@ -181,7 +181,7 @@ def test_a_process_that_opens_an_engine_answers_for_itself() -> None:
         box._answers_pings = True
         api_socket.sendall(encode_frame(Ping()))
         assert api_socket.recv(100) == encode_frame(Heartbeat())
-        box.finish_opening()
+        box.stop_answering_pings()
         api_socket.sendall(encode_frame(Ping()))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Ping()
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
@@ -454,7 +454,7 @@ def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Pat
         await wait_until(lambda: engine.pid is not None)
         pid = engine.pid or 0
         stop(pid)
-        turns.grant(int(STARTUP_TIMEOUT / TURN) + 2)
+        turns.grant(int(MIN_FIRST_HEARTBEAT_TIMEOUT / TURN) + 2)
         await task
         assert engine.state is EngineState.FAILED
         assert engine.error == "the worker of tiny gave no sign of life for 300 s"

@@ -7,10 +7,10 @@ import socket
 import sys
 from typing import Any
 
-from modelmill.serve.watchdog import MAX_POLL_SECONDS, STARTUP_TIMEOUT
+from modelmill.serve.watchdog import MAX_POLL_SECONDS, MIN_FIRST_HEARTBEAT_TIMEOUT
 from modelmill.serve.worker_process import WorkerProcess, WorkerSubprocess
 
-MANY_POLLS = int(STARTUP_TIMEOUT / MAX_POLL_SECONDS) * 2
+MANY_POLLS = int(MIN_FIRST_HEARTBEAT_TIMEOUT / MAX_POLL_SECONDS) * 2
 """More turns than any worker of these tests may be silent."""
 
 

@@ -47,7 +47,7 @@ TECHNIQUES = {
         "PDL": r"\bpdl_wait\(",
     },
     "triton": {
-        "PDL": r"\bpdl_wait\(",
+        "PDL": r"\bpdl_wait_and_trigger\(",
         "tensor cores": r"\btl\.dot\(",
         "cached launcher": r"\bCachedLauncher\b",
         "cuBLAS": r"\bF\.linear|addmm|_addmm",

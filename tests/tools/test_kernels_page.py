@@ -170,11 +170,11 @@ def test_the_case_shown_launches_the_kernel(
     class Kernel:
         def launch(self, *arguments: object, pdl: bool) -> None: ...
 
-    def load_kernel(source: str, *arguments: object) -> Kernel:
+    def compile_and_load_kernel(source: str, *arguments: object) -> Kernel:
         launched.append(source)
         return Kernel()
 
-    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+    monkeypatch.setattr(launch, "compile_and_load_kernel", compile_and_load_kernel)
     monkeypatch.setattr(launch, "tensor_map", lambda *arguments: b"")
     monkeypatch.setattr(launch, "sm_count", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -194,5 +194,5 @@ def test_the_case_shown_launches_the_kernel(
         n, k // 2 if int4 else k, dtype=torch.uint8 if int4 else torch.int8
     )
     kernels = registry.implementations(op)["cuda"]
-    registry.packing_named_args(op, kernels.run)(**args)
+    registry.adapt_to_named_args(op, kernels.run)(**args)
     assert set(launched) == {shown.path.stem}, launched

@@ -30,12 +30,12 @@ from modelmill.accept.reference import (
     gguf_nemotron_h,
 )
 from modelmill.accept.reference.base import (
+    ExtraModuleTrace,
     HeadTrace,
     LayerTrace,
     LayerWeights,
     ModuleIO,
     ModuleWeights,
-    NonLayerTrace,
     ReferenceModel,
 )
 from modelmill.accept.reference.dequantize import DequantizedContainer
@@ -54,13 +54,13 @@ __all__ = [
     "LayerWeights",
     "ModuleIO",
     "OpenedCheckpoint",
-    "NonLayerTrace",
+    "ExtraModuleTrace",
     "ReferenceModel",
     "open_reference",
 ]
 
 
-GGUF_READERS = {
+GGUF_CONFIG_READERS_AND_SOURCES = {
     architecture: reader
     for module in (
         gguf_apertus, gguf_biased_experts, gguf_delta_net, gguf_dense_families, gguf_granite_swa,
@@ -120,8 +120,8 @@ def _open_gguf_reference(
     if container.metadata["general.architecture"] == gguf_gemma4.ARCHITECTURE:
         return _open_gemma4_gguf_reference(container, dtype, device)
     architecture = container.metadata["general.architecture"]
-    if architecture in GGUF_READERS:
-        read_config, source_class = GGUF_READERS[architecture]
+    if architecture in GGUF_CONFIG_READERS_AND_SOURCES:
+        read_config, source_class = GGUF_CONFIG_READERS_AND_SOURCES[architecture]
         config = _read_gguf_config(read_config, container)
         tensors = source_class(container, dtype, config, device=device)
         model: Any = _find_family_module(config).REFERENCE(tensors, config)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.group_limited_experts import GroupLimitedExpertsMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 DEFAULT_EXPERTS, DEFAULT_TOP_K = 64, 6
 
 
-class AfmoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
+class AfmoeReference(PerHeadQKNormMixin, GroupLimitedExpertsMixin):
     """AfmoeForCausalLM."""
 
     ROUTER, SELECTION_BIAS = "mlp.router.gate", "mlp.expert_bias"
@@ -34,7 +34,7 @@ class AfmoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
             "attn_post": "post_attention_layernorm",
             "mlp_norm": "pre_mlp_layernorm",
             "mlp_post": "post_mlp_layernorm",
-            **HEAD_NORMS,
+            **PER_HEAD_QK_NORM_PATHS,
         }
         every = int(config.get("global_attn_every_n_layers") or 4)
         self.windows = self.sliding_windows_by_layer(int(config.get("sliding_window", 1024)), every)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -37,8 +37,10 @@ class ApertusReference(PerHeadQKNormMixin):
         self.rope = self.build_rope(theta=DEFAULT_ROPE_THETA, **changes)
         self.biased = self.projections_with_bias()
         self.norm_paths = {
-            "input_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm", **HEAD_NORMS
-        }  # fmt: skip
+            "input_norm": "attention_layernorm",
+            "mlp_norm": "feedforward_layernorm",
+            **PER_HEAD_QK_NORM_PATHS,
+        }
         paths = {name: self.projection_paths[name] for name in ("q", "k", "v", "o_proj", "down")}
         self.projection_paths = paths | {"fc": "mlp.up_proj"}
 

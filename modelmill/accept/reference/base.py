@@ -60,7 +60,7 @@ class NonLayerModuleIO(NamedTuple):
     arithmetic: str
 
 
-NonLayerTrace: TypeAlias = dict[str, NonLayerModuleIO]
+ExtraModuleTrace: TypeAlias = dict[str, NonLayerModuleIO]
 """By the engine's path of the module."""
 LayerTrace: TypeAlias = dict[str, ModuleIO]
 HeadTrace: TypeAlias = dict[str, ModuleIO]
@@ -135,7 +135,7 @@ class ReferenceModel(ABC):
         """Return the reference of one sequence, where layers read more of it than the stream."""
         return self
 
-    def non_layer_trace(self) -> NonLayerTrace:
+    def extra_module_trace(self) -> ExtraModuleTrace:
         """Return the sequence's modules outside the layers, beside embedding, norm and head."""
         return {}
 
@@ -169,7 +169,7 @@ class ReferenceModel(ABC):
 
     @property
     @abstractmethod
-    def is_tied(self) -> bool:
+    def config_ties_embeddings(self) -> bool:
         """Return whether the config ties the head to the embedding."""
 
     def head_weight_name(self) -> str:
@@ -180,7 +180,7 @@ class ReferenceModel(ABC):
         if self._head_name is None:
             embedding = self.embedding_table_names()["weight"]
             own = self.source.has(self.HEAD) and not (
-                self.is_tied and self.source.have_equal_values(self.HEAD, embedding)
+                self.config_ties_embeddings and self.source.have_equal_values(self.HEAD, embedding)
             )
             self._head_name = self.HEAD if own else embedding
         return self._head_name
@@ -208,7 +208,7 @@ class ReferenceModel(ABC):
         """Return queries [T, heads·dim] after QK norm and RoPE; None without QK norm."""
         return None
 
-    def clamped_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+    def clamped_gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the activation of gate and up; families with a ``gate_bound`` have one."""
         raise NotImplementedError
 

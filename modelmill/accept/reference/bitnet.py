@@ -34,7 +34,7 @@ class BitNetReference(PlainDecoderReference):
         q, k, v = (r.linear(name, normed) for name in ("q", "k", "v"))
         q_turned = r.record("q_rot", self.apply_rope_to_heads(index, q, prompt_length), q)
         k_turned = r.record("k_rot", self.apply_rope_to_heads(index, k, prompt_length), k)
-        mixed = self.record_attention(index, r, q_turned, k_turned, v)
+        mixed = self.run_and_record_attention(index, r, q_turned, k_turned, v)
         return r.linear("o_proj", self.apply_and_record_norm(r, "attn_sub_norm", mixed))
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:

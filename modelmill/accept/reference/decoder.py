@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -38,7 +38,7 @@ class DecoderReference(PerHeadQKNormMixin):
             raise UnknownArchitecture("attention to later tokens is not known here")
         self.rope = self.build_rope() if rope is None else rope
         if self.model_type == "qwen3":
-            self.norm_paths |= HEAD_NORMS
+            self.norm_paths |= PER_HEAD_QK_NORM_PATHS
         self.has_bias = self._projection_bias_rules()
         self.windows = [self._sliding_window(index) for index in range(self.num_layers)]
 

@@ -21,7 +21,7 @@ from modelmill.accept.reference.base import (
     project,
     rms_norm,
 )
-from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
+from modelmill.accept.reference.group_limited_experts import GroupLimitedExpertsMixin
 from modelmill.accept.reference.rope import rope_from_config, rotate_halves, rotate_interleaved
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -30,7 +30,7 @@ LATENT_EPS = 1e-6
 LATENT_NORMS = {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm"}
 
 
-class DeepseekReference(GroupedExpertsMixin):
+class DeepseekReference(GroupLimitedExpertsMixin):
     """DeepseekV2ForCausalLM and DeepseekV3ForCausalLM."""
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class DeepseekReference(GroupedExpertsMixin):
         q_pe = self._apply_rotary(heads[..., self.nope_dim :], prompt_length)
         rotated_key = self._apply_rotary(k_pe[:, None], prompt_length)
         queries = torch.cat((heads[..., : self.nope_dim], q_pe), dim=-1)
-        factors = self.logn_scaling(count)
+        factors = self.query_scaling_by_position(count)
         if factors is not None:
             queries = queries * factors[:, None, None]
         r.record("q_rot", queries.reshape(count, -1), q)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from modelmill.accept.reference.tensor_source import RawContainer
 
 Matrix = NDArray[np.float64]
-MARKER_SUFFIXES = ("qweight", "weight_scale", "weight_scale_inv")
+QUANTIZED_WEIGHT_SUFFIXES = ("qweight", "weight_scale", "weight_scale_inv")
 
 
 class DequantizedContainer:
@@ -35,7 +35,9 @@ class DequantizedContainer:
         self._transposed = config.get("model_type") == "gpt2"
         self._names = set(raw.names())
         self._stems = {
-            n.rpartition(".")[0] for n in self._names if n.rpartition(".")[2] in MARKER_SUFFIXES
+            n.rpartition(".")[0]
+            for n in self._names
+            if n.rpartition(".")[2] in QUANTIZED_WEIGHT_SUFFIXES
         }
 
     def names(self) -> list[str]:

@@ -77,7 +77,7 @@ class DiffLlamaReference(PlainDecoderReference):
         for name in "qk":
             turned = self.apply_rope_to_heads(index, flat[name], prompt_length)
             flat[name] = r.record(f"{name}_rot", turned, flat[name])
-        mixed = self.record_attention(index, r, flat["q"], flat["k"], flat["v"])
+        mixed = self.run_and_record_attention(index, r, flat["q"], flat["k"], flat["v"])
         return r.linear("o_proj", self._differential_attention_output(index, r, mixed, group))
 
     def _differential_attention_output(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.group_limited_experts import GroupLimitedExpertsMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class Dots1Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
+class Dots1Reference(PerHeadQKNormMixin, GroupLimitedExpertsMixin):
     """Dots1ForCausalLM."""
 
     DEFAULTS = ReferenceDefaults(kv_heads=32, theta=10000.0)
@@ -18,7 +18,7 @@ class Dots1Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, {"first_k_dense_replace": 0, "norm_topk_prob": False} | config)
         self.biased = self.projections_with_bias()
-        self.norm_paths |= HEAD_NORMS
+        self.norm_paths |= PER_HEAD_QK_NORM_PATHS
         size, first = config.get("sliding_window", 4096), config.get("max_window_layers")
         types = config.get("layer_types") or [
             "sliding_attention" if i >= (62 if first is None else first) else ""

@@ -8,7 +8,7 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference, Refe
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "transformer."
-PUBLISHED_KEYS = {
+PUBLISHED_KEYS_BY_CLASS_KEY = {
     "num_hidden_layers": "num_layers",
     "rms_norm_eps": "layer_norm_epsilon",
     "hidden_act": "activation_function",
@@ -25,7 +25,9 @@ class ExaoneReference(PlainDecoderReference):
     DEFAULTS = ReferenceDefaults(kv_heads=8, eps=1e-5, positions=4096, theta=500000.0)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        named = {key: config[name] for key, name in PUBLISHED_KEYS.items() if name in config}
+        named = {
+            key: config[name] for key, name in PUBLISHED_KEYS_BY_CLASS_KEY.items() if name in config
+        }
         super().__init__(source, named | config)
         self.norm_paths = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
         self.projection_paths = {
@@ -35,7 +37,7 @@ class ExaoneReference(PlainDecoderReference):
             "up": "mlp.c_fc_1",
             "down": "mlp.c_proj",
         }
-        self.biased = self.attention_and_mlp_with_bias()
+        self.biased = self.biased_attention_and_mlp_projections()
 
 
 REFERENCE = ExaoneReference

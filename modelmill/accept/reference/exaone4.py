@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -19,14 +19,14 @@ class Exaone4Reference(PerHeadQKNormMixin):
         self.norm_paths = {
             "attn_post": "post_attention_layernorm",
             "mlp_post": "post_feedforward_layernorm",
-            **HEAD_NORMS,
+            **PER_HEAD_QK_NORM_PATHS,
         }
         size = config.get("sliding_window", 4096)
         every = config.get("sliding_window_pattern", 4)
         self.windows = self.sliding_windows_by_layer(size, every)
         if size is not None:
             self.unrotated = frozenset(i for i, each in enumerate(self.windows) if each is None)
-        self.layer = self.post_norm_layer
+        self.layer = self.reordered_norm_layer
 
 
 REFERENCE = Exaone4Reference

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.group_limited_experts import GroupLimitedExpertsMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
+class ExaoneMoeReference(PerHeadQKNormMixin, GroupLimitedExpertsMixin):
     """ExaoneMoeForCausalLM."""
 
     DEFAULTS = ReferenceDefaults(kv_heads=32, eps=1e-5, theta=10000.0)
@@ -19,7 +19,7 @@ class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         experts = {"n_routed_experts": config.get("num_experts") or 64}
         super().__init__(source, {"routed_scaling_factor": 2.5} | config | experts)
-        self.norm_paths |= HEAD_NORMS
+        self.norm_paths |= PER_HEAD_QK_NORM_PATHS
         size = config.get("sliding_window", 4096)
         if size is not None:
             pattern = config.get("sliding_window_pattern") or 4

@@ -30,7 +30,7 @@ class FalconH1Reference(Mamba2Mixin):
         self.norm_paths["mlp_norm"] = "pre_ff_layernorm"
         for name in MLP_LINEAR_NAMES:
             self.projection_paths[name] = f"feed_forward.{name}_proj"
-        self.biased = self.attention_and_mlp_with_bias()
+        self.biased = self.biased_attention_and_mlp_projections()
         self.embedding_scale = self.read_multiplier("embedding")
         self.logit_scale = self.read_multiplier("lm_head")
         inner = config.get("mamba_d_ssm", 1024)

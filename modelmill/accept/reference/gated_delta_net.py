@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights, rms_norm
 from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.hybrid_layers import HybridLayersMixin
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.rope import ReferenceRope, partial_rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -68,7 +68,7 @@ class GatedDeltaNetMixin(HybridLayersMixin, PerHeadQKNormMixin):
 
     def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm, which is stored less 1."""
-        if name in HEAD_NORMS:
+        if name in PER_HEAD_QK_NORM_PATHS:
             weight = self.source.get(f"{self.LAYERS}.{index}.self_attn.{name}.weight")
             return ModuleWeights(weight[self.engine_channel_order()] + 1)
         return ModuleWeights(super().norm_weights(index, name).weight + 1)
@@ -88,7 +88,7 @@ class GatedDeltaNetMixin(HybridLayersMixin, PerHeadQKNormMixin):
             return self.delta_net_weights(f"{stem}.linear_attn")
         weights = super().token_mixer_weights(index)
         q, gate = (self._select_q_or_gate(weights["q"], part) for part in (0, 1))
-        norms = {name: self.norm_weights(index, name) for name in HEAD_NORMS}
+        norms = {name: self.norm_weights(index, name) for name in PER_HEAD_QK_NORM_PATHS}
         return weights | {"q": q, "attn_gate": gate} | norms
 
     def _select_q_or_gate(self, both: ModuleWeights, part: int) -> ModuleWeights:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.base import ACTIVATIONS, ModuleWeights
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -78,7 +78,7 @@ class GemmaReference(PerHeadQKNormMixin):
         slow |= parameters.get("sliding_attention") or {}
         self.rope = self._build_rope({"rope_parameters": full}, 0, 131072)
         self.local_rope = self._build_rope({"rope_parameters": slow}, 0, 131072)
-        self.norm_paths |= HEAD_NORMS
+        self.norm_paths |= PER_HEAD_QK_NORM_PATHS
 
     def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm, which is stored less 1."""

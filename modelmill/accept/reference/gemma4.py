@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import (
+    ExtraModuleTrace,
     LayerRecorder,
     LayerTrace,
     LayerWeights,
     ModuleWeights,
     NonLayerModuleIO,
-    NonLayerTrace,
     rms_norm,
 )
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference, ReferenceDefaults
@@ -98,7 +98,7 @@ class Gemma4Reference(PlainDecoderReference):
     # sizes by layer
 
     @cached_property
-    def full_attention_kv_shape(self) -> tuple[int, int]:
+    def full_attention_kv_heads_and_head_dim(self) -> tuple[int, int]:
         """KV heads and channels of a head of layers with full attention."""
         config = self.config
         own = config.get("per_layer_config")
@@ -112,7 +112,9 @@ class Gemma4Reference(PlainDecoderReference):
     def kv_heads_and_head_dim(self, index: int) -> tuple[int, int]:
         """KV heads and channels of a head of a layer."""
         return (
-            self.full_attention_kv_shape if self.full[index] else (self.num_kv_heads, self.head_dim)
+            self.full_attention_kv_heads_and_head_dim
+            if self.full[index]
+            else (self.num_kv_heads, self.head_dim)
         )
 
     def build_layer_rope(self, index: int) -> ReferenceRope:
@@ -134,7 +136,7 @@ class Gemma4Reference(PlainDecoderReference):
         self.ids, self.keys_and_values = ids, {}
         return super().embed(ids)
 
-    def non_layer_trace(self) -> NonLayerTrace:
+    def extra_module_trace(self) -> ExtraModuleTrace:
         """Return the modules that make the layers' inputs, of the sequence."""
         if not self.input_width or self.ids is None:
             return {}
@@ -156,7 +158,7 @@ class Gemma4Reference(PlainDecoderReference):
 
     def slice_per_layer_input(self, index: int) -> Tensor:
         """Return [T, width]: what a layer reads beside the stream."""
-        whole = self.non_layer_trace()["layer_inputs.sum"].output
+        whole = self.extra_module_trace()["layer_inputs.sum"].output
         return whole.reshape(len(whole), self.num_layers, -1)[:, index]
 
     def extra_embedding_table_names(self) -> dict[str, str]:
@@ -275,7 +277,7 @@ class Gemma4Reference(PlainDecoderReference):
             )
         k, v = self.keys_and_values[self.full[index]]
         q_rot = r.record("q_rot", self.norm_and_rope(index, q, r.weights["q_norm"]), q)
-        return r.linear("o_proj", self.record_attention(index, r, q_rot, k, v))
+        return r.linear("o_proj", self.run_and_record_attention(index, r, q_rot, k, v))
 
     def attention_head_dim(self, index: int) -> int:
         """Return the head size of a layer's attention."""

@@ -17,7 +17,7 @@ from modelmill.accept.reference.gguf_metadata import (
     make_metadata_reader,
 )
 from modelmill.accept.reference.gguf_source import (
-    GROUPED_EXPERT_TENSORS,
+    DEEPSEEK_ROUTER_AND_SHARED_TENSORS,
     GgufConfigReaderAndSource,
     GgufSource,
 )
@@ -101,17 +101,17 @@ def sarvam_moe_config(container: RawContainer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class BiasedExpertsGgufSource(GgufSource):
+class SelectionBiasGgufSource(GgufSource):
     """Such a container under Hugging Face names."""
 
-    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = GROUPED_EXPERT_TENSORS
+    HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = DEEPSEEK_ROUTER_AND_SHARED_TENSORS
 
 
 class AfmoeGgufSource(GgufSource):
     """A container of Trinity under Hugging Face names."""
 
     HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
-        **GROUPED_EXPERT_TENSORS,
+        **DEEPSEEK_ROUTER_AND_SHARED_TENSORS,
         "mlp.router.gate": "ffn_gate_inp",
         "self_attn.gate_proj": "attn_gate",
         "post_attention_layernorm": "post_attention_norm",
@@ -124,7 +124,7 @@ class SarvamMoeGgufSource(GgufSource):
     """A container of Sarvam 30B under Hugging Face names."""
 
     HF_TO_GGUF_NAMES: ClassVar[Mapping[str, str]] = {
-        **GROUPED_EXPERT_TENSORS,
+        **DEEPSEEK_ROUTER_AND_SHARED_TENSORS,
         "model.word_embeddings": "token_embd",
         "attention.query_key_value": "attn_qkv",
         "attention.dense": "attn_output",
@@ -136,8 +136,8 @@ class SarvamMoeGgufSource(GgufSource):
 CONFIG_READERS_AND_SOURCES: dict[str, GgufConfigReaderAndSource] = {
     "bailingmoe2": (sarvam_moe_config, SarvamMoeGgufSource),
     "afmoe": (afmoe_config, AfmoeGgufSource),
-    DOTS1_ARCHITECTURE: (dots1_config, BiasedExpertsGgufSource),
-    ERNIE_ARCHITECTURE: (ernie4_5_moe_config, BiasedExpertsGgufSource),
-    EXAONE_ARCHITECTURE: (exaone_moe_config, BiasedExpertsGgufSource),
-    MINIMAX_ARCHITECTURE: (minimax_m2_config, BiasedExpertsGgufSource),
+    DOTS1_ARCHITECTURE: (dots1_config, SelectionBiasGgufSource),
+    ERNIE_ARCHITECTURE: (ernie4_5_moe_config, SelectionBiasGgufSource),
+    EXAONE_ARCHITECTURE: (exaone_moe_config, SelectionBiasGgufSource),
+    MINIMAX_ARCHITECTURE: (minimax_m2_config, SelectionBiasGgufSource),
 }

@@ -15,7 +15,16 @@ from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import RawContainer
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
-ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
+DIRECTLY_READ_ARCHITECTURES = (
+    "gpt2",
+    "llama",
+    "qwen",
+    "qwen2",
+    "qwen3",
+    "qwen2moe",
+    "qwen3moe",
+    "olmoe",
+)
 MOE_MODEL_TYPES_BY_ARCHITECTURE = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -79,11 +88,11 @@ def config_from_gguf(container: RawContainer) -> dict[str, Any]:
     facts = container.metadata
     architecture = str(facts.get("general.architecture"))
     if architecture in MODEL_TYPES_BY_ARCHITECTURE:
-        return other_architecture_config(container, architecture)
-    if architecture not in ARCHITECTURES:
+        return mapped_architecture_config(container, architecture)
+    if architecture not in DIRECTLY_READ_ARCHITECTURES:
         raise UnknownArchitecture(
             f"GGUF architecture {architecture!r} has no reference; "
-            f"known are {', '.join(ARCHITECTURES)}"
+            f"known are {', '.join(DIRECTLY_READ_ARCHITECTURES)}"
         )
 
     fact = _make_required_metadata_reader(facts, architecture)
@@ -136,7 +145,7 @@ def moe_config_entries(architecture: str, experts: int, top_k: int) -> dict[str,
     }
 
 
-def other_architecture_config(container: RawContainer, architecture: str) -> dict[str, Any]:
+def mapped_architecture_config(container: RawContainer, architecture: str) -> dict[str, Any]:
     """Return the config of one of MODEL_TYPES_BY_ARCHITECTURE.
 
     It has the keys of all of them; a family reads its own. Factors are stored as llama.cpp

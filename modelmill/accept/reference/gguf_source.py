@@ -80,14 +80,14 @@ GEMMA4_TENSORS = {
     "post_per_layer_input_norm": "post_norm",
     "router.proj": "ffn_gate_inp",
 }
-GROUPED_EXPERT_TENSORS = {
+DEEPSEEK_ROUTER_AND_SHARED_TENSORS = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 DEEPSEEK_TENSORS = {
-    **GROUPED_EXPERT_TENSORS,
+    **DEEPSEEK_ROUTER_AND_SHARED_TENSORS,
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -201,7 +201,10 @@ HF_TO_GGUF_TENSORS_BY_MODEL_TYPE: dict[str, dict[str, str]] = {
         "ffn.up_proj": "ffn_up",
         "ffn.down_proj": "ffn_down",
     },
-    "glm4_moe": {"post_attention_layernorm": "post_attention_norm", **GROUPED_EXPERT_TENSORS},
+    "glm4_moe": {
+        "post_attention_layernorm": "post_attention_norm",
+        **DEEPSEEK_ROUTER_AND_SHARED_TENSORS,
+    },
     "deepseek_v2": DEEPSEEK_TENSORS,
     "deepseek_v3": DEEPSEEK_TENSORS,
     "youtu": DEEPSEEK_TENSORS,

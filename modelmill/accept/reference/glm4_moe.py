@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import ModuleWeights
-from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.group_limited_experts import GroupLimitedExpertsMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class Glm4MoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
+class Glm4MoeReference(PerHeadQKNormMixin, GroupLimitedExpertsMixin):
     """Glm4MoeForCausalLM."""
 
     DEFAULTS = ReferenceDefaults(kv_heads=8, eps=1e-5, positions=131072)
@@ -22,14 +22,14 @@ class Glm4MoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
         self.rope = self.build_partial_rope(factor=0.5)
         self.biased = self.projections_with_bias(names="qkv")
         if config.get("use_qk_norm"):
-            self.norm_paths |= HEAD_NORMS
+            self.norm_paths |= PER_HEAD_QK_NORM_PATHS
 
     def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; of heads, its channels as the engine stores them."""
         affine = super().norm_weights(index, name)
         return (
             ModuleWeights(affine.weight[self.engine_channel_order()])
-            if name in HEAD_NORMS
+            if name in PER_HEAD_QK_NORM_PATHS
             else affine
         )
 

@@ -94,10 +94,10 @@ class GptOssReference(PlainDecoderReference):
     def _run_expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
         r.record(f"{name}.input", x)
         gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
-        act = r.record(f"{name}.act", self.clamped_gate(gate, up), gate, up)
+        act = r.record(f"{name}.act", self.clamped_gated_activation(gate, up), gate, up)
         return r.linear(f"{name}.down", act)
 
-    def clamped_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+    def clamped_gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
         """Bound gate from above, and up on both sides."""
         assert self.gate_bound is not None, "set from the config"
         low = torch.minimum(gate, torch.full_like(gate, self.gate_bound))

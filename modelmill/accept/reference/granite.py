@@ -14,7 +14,7 @@ class GraniteReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.rope = self.build_rope()
-        self.biased = self.attention_and_mlp_with_bias()
+        self.biased = self.biased_attention_and_mlp_projections()
         self.score_scale = float(config.get("attention_multiplier", 1.0))
         self.embedding_scale = float(config.get("embedding_multiplier", 1.0))
         self.branch_scale = float(config.get("residual_multiplier", 1.0))

@@ -17,7 +17,7 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class GroupedExpertsMixin(PlainDecoderReference):
+class GroupLimitedExpertsMixin(PlainDecoderReference):
     """A decoder whose layers behind the first few have experts.
 
     Attributes:

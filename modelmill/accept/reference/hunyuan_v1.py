@@ -23,7 +23,10 @@ from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("hunyuan_v1_dense", "hunyuan_v1_moe")
-HEAD_NORMS = {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
+PER_HEAD_QK_NORM_PATHS = {
+    "q_norm": "self_attn.query_layernorm",
+    "k_norm": "self_attn.key_layernorm",
+}
 
 
 class HunyuanReference(PerHeadQKNormMixin):
@@ -36,7 +39,7 @@ class HunyuanReference(PerHeadQKNormMixin):
         super().__init__(source, config | {"head_dim": head_dim})
         self.rope = self._build_ntk_rope()
         self.biased = self.projections_with_bias()
-        self.norm_paths |= HEAD_NORMS
+        self.norm_paths |= PER_HEAD_QK_NORM_PATHS
 
     def _build_ntk_rope(self) -> ReferenceRope:
         scaling = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
@@ -65,7 +68,7 @@ class HunyuanReference(PerHeadQKNormMixin):
             )
             for name in "qk"
         )
-        return r.linear("o_proj", self.record_attention(index, r, q, k, v))
+        return r.linear("o_proj", self.run_and_record_attention(index, r, q, k, v))
 
     @torch.no_grad()
     def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.group_limited_experts import GroupLimitedExpertsMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import MLP_LINEAR_NAMES, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
+class HYV3Reference(PerHeadQKNormMixin, GroupLimitedExpertsMixin):
     """HYV3ForCausalLM."""
 
     ROUTER, SELECTION_BIAS = "mlp.router.gate", "mlp.expert_bias"
@@ -32,7 +32,7 @@ class HYV3Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
         self.rope = self.build_rope(theta=11158840.0)
         self.mlp_biased = self.projections_with_bias("mlp_bias", MLP_LINEAR_NAMES)
         self.biased = self.projections_with_bias() | self.mlp_biased
-        self.norm_paths |= HEAD_NORMS
+        self.norm_paths |= PER_HEAD_QK_NORM_PATHS
         self.first_experts, self.mlp_types = 1, config.get("mlp_layer_types")
 
     def mixer_and_mlp_weights(self, index: int) -> LayerWeights:

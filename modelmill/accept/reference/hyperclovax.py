@@ -16,7 +16,7 @@ class HyperCLOVAXReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.biased = self.attention_and_mlp_with_bias()
+        self.biased = self.biased_attention_and_mlp_projections()
         self.score_scale = float(config.get("attention_multiplier") or self.score_scale)
         self.embedding_scale = float(config.get("embedding_multiplier", 1.0))
         self.logit_scale = float(config.get("logits_scaling", 1.0))

@@ -13,7 +13,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights
 from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.hybrid_layers import HybridLayersMixin
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -30,7 +30,9 @@ class Lfm2Reference(HybridLayersMixin, PerHeadQKNormMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.norm_paths = {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}
-        self.norm_paths |= {name: f"self_attn.{name[0]}_layernorm" for name in HEAD_NORMS}
+        self.norm_paths |= {
+            name: f"self_attn.{name[0]}_layernorm" for name in PER_HEAD_QK_NORM_PATHS
+        }
         self.projection_paths["o_proj"] = "self_attn.out_proj"
         self.projection_paths |= {
             name: f"feed_forward.{matrix}" for name, matrix in MLP_MATRIX_PATHS.items()
@@ -44,16 +46,16 @@ class Lfm2Reference(HybridLayersMixin, PerHeadQKNormMixin):
         ]
 
     @property
-    def is_tied(self) -> bool:
+    def config_ties_embeddings(self) -> bool:
         """Return whether the output head is the embedding; the key has an older name."""
         older = self.config.get("tie_embedding")
-        return super().is_tied if older is None else bool(older)
+        return super().config_ties_embeddings if older is None else bool(older)
 
     def layer_weights(self, index: int) -> LayerWeights:
         """Read the weights of one layer in float32."""
         if not self.recurrent[index]:
             return super().layer_weights(index)
-        names = (name for name in self.norm_module_names() if name not in HEAD_NORMS)
+        names = (name for name in self.norm_module_names() if name not in PER_HEAD_QK_NORM_PATHS)
         norms = {name: self.norm_weights(index, name) for name in names}
         return norms | self.conv_weights(f"{self.LAYERS}.{index}.conv") | self.mlp_weights(index)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.lfm2 import Lfm2Reference
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import layer_type_rope
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -39,7 +39,7 @@ class Lfm3Reference(Lfm2Reference):
         types = config.get("layer_types") or [default_layer_type(layer) for layer in layers]
         eps = config.get("norm_eps", config.get("rms_norm_eps", 1e-5))
         super().__init__(source, config | {"layer_types": types, "norm_eps": eps})
-        self.norm_paths |= HEAD_NORMS
+        self.norm_paths |= PER_HEAD_QK_NORM_PATHS
         if config.get("use_sandwich_norm", True):
             self.layer = self.sandwich_layer
             self.norm_paths |= {"attn_post": "post_operator_norm", "mlp_post": "post_ffn_norm"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.moe import ExpertsMixin
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.rope import rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -31,7 +31,7 @@ class MellumReference(PerHeadQKNormMixin, ExpertsMixin):
         )  # fmt: skip
         self.renormalizes = bool(config.get("norm_topk_prob", True))
         self.biased = self.projections_with_bias()
-        self.norm_paths |= HEAD_NORMS
+        self.norm_paths |= PER_HEAD_QK_NORM_PATHS
         size, types = config.get("sliding_window", 1024), config.get("layer_types")
         for layer, kind in enumerate(types or ()):
             self.windows[layer] = size if kind == "sliding_attention" else None

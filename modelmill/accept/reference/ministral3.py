@@ -28,17 +28,19 @@ class Ministral3Reference(PlainDecoderReference):
         scaling = (
             config.get("rope_scaling") or config.get("rope_parameters") or DEFAULT_ROPE_PARAMETERS
         )
-        self.slope, self.trained = read_query_growth(config, scaling)
+        self.slope, self.trained = read_attention_temperature(config, scaling)
         self.rope = self.build_rope(rope_scaling=scaling)
         self.windows = [config.get("sliding_window")] * self.num_layers
 
-    def logn_scaling(self, count: int) -> Tensor:
+    def query_scaling_by_position(self, count: int) -> Tensor:
         """Return the factors of rotated queries, [count]."""
-        factors = query_factors(count, self.slope, self.trained)
+        factors = attention_temperature_factors(count, self.slope, self.trained)
         return torch.tensor(factors, dtype=self.dtype, device=self.device)
 
 
-def read_query_growth(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> tuple[float, int]:
+def read_attention_temperature(
+    config: Mapping[str, Any], scaling: Mapping[str, Any]
+) -> tuple[float, int]:
     """Return β, and the trained length; scaling: the config's ``rope_parameters``."""
     length = "original_max_position_embeddings"
     scales = scaling.get("rope_type", scaling.get("type")) in ("yarn", "llama3")
@@ -46,7 +48,7 @@ def read_query_growth(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     return float(scaling["llama_4_scaling_beta"]), int(outside or scaling[length])
 
 
-def query_factors(count: int, slope: float, trained: int) -> list[float]:
+def attention_temperature_factors(count: int, slope: float, trained: int) -> list[float]:
     """Return the factors of the queries at the first positions."""
     periods = [position // trained for position in range(count)]
     return [1 + slope * math.log(1 + each) for each in periods]

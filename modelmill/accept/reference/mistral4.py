@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.deepseek import DeepseekReference
-from modelmill.accept.reference.ministral3 import query_factors, read_query_growth
+from modelmill.accept.reference.ministral3 import (
+    attention_temperature_factors,
+    read_attention_temperature,
+)
 from modelmill.accept.reference.tensor_source import TensorSource
 
 DEFAULT_SIZES = {
@@ -32,7 +35,7 @@ class Mistral4Reference(DeepseekReference):
         )
         scaling.pop(ROTATED_SHARE_KEY, None)
         super().__init__(source, DEFAULT_SIZES | config | {"rope_scaling": scaling})
-        self.slope, self.trained = read_query_growth(config, scaling)
+        self.slope, self.trained = read_attention_temperature(config, scaling)
 
     def expert_scores(self, logits: Tensor) -> Tensor:
         """Return the experts' shares."""
@@ -43,9 +46,9 @@ class Mistral4Reference(DeepseekReference):
         del index
         return torch.zeros(())
 
-    def logn_scaling(self, count: int) -> Tensor:
+    def query_scaling_by_position(self, count: int) -> Tensor:
         """Return the factors of rotated queries, [count]."""
-        factors = query_factors(count, self.slope, self.trained)
+        factors = attention_temperature_factors(count, self.slope, self.trained)
         return torch.tensor(factors, dtype=self.dtype, device=self.device)
 
 

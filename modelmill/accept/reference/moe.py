@@ -15,7 +15,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights, ModuleWeights, project
 from modelmill.accept.reference.granite import GraniteReference
 from modelmill.accept.reference.olmo2 import Olmo2Reference
-from modelmill.accept.reference.per_head_qk_norm import HEAD_NORMS, PerHeadQKNormMixin
+from modelmill.accept.reference.per_head_qk_norm import PER_HEAD_QK_NORM_PATHS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import (
     NORM_PATHS,
     PlainDecoderReference,
@@ -25,8 +25,14 @@ from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
-DEFAULT_POSITIONS = {"mixtral": 131072, "qwen2_moe": 32768, "qwen3_moe": 32768, "olmoe": 4096,
-                     "qwen3_next": 32768, "qwen3_5_moe_text": 32768}  # fmt: skip
+DEFAULT_MAX_POSITION_EMBEDDINGS = {
+    "mixtral": 131072,
+    "qwen2_moe": 32768,
+    "qwen3_moe": 32768,
+    "olmoe": 4096,
+    "qwen3_next": 32768,
+    "qwen3_5_moe_text": 32768,
+}
 DEFAULT_KV_HEADS = {"mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
 DEFAULT_ROPE_THETAS = {"mixtral": 1e6}
 DEFAULT_NUM_EXPERTS_AND_TOP_K = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8),
@@ -65,7 +71,7 @@ class ExpertsMixin(PlainDecoderReference):
             config.get("num_experts") or config.get("num_local_experts") or experts
         )
         self.top_k = int(config.get("num_experts_per_tok") or top_k)
-        positions = DEFAULT_POSITIONS.get(model_type, 2048)
+        positions = DEFAULT_MAX_POSITION_EMBEDDINGS.get(model_type, 2048)
         length = int(config.get("max_position_embeddings") or positions)
         theta = config.get("rope_theta") or DEFAULT_ROPE_THETAS.get(model_type, 1e4)
         self.rope = self.make_rope(config | {"rope_theta": theta}, length)
@@ -162,7 +168,7 @@ class QwenMoEReference(PerHeadQKNormMixin, ExpertsMixin):
                 self.biased = frozenset("qkv")
         else:
             self.biased = self.projections_with_bias()
-            self.norm_paths |= HEAD_NORMS
+            self.norm_paths |= PER_HEAD_QK_NORM_PATHS
         if config.get("use_sliding_window"):
             self.windows = [self._sliding_window_of(layer) for layer in range(self.num_layers)]
 
@@ -183,7 +189,9 @@ class OlmoeReference(Olmo2Reference, ExpertsMixin):
         super().__init__(source, config)
         self.norm_paths = dict(NORM_PATHS)
         self.layer = self.pre_norm_layer
-        length = int(config.get("max_position_embeddings") or DEFAULT_POSITIONS["olmoe"])
+        length = int(
+            config.get("max_position_embeddings") or DEFAULT_MAX_POSITION_EMBEDDINGS["olmoe"]
+        )
         self.rope = rope_from_config(config, self.head_dim, length)
         self.renormalizes = bool(config.get("norm_topk_prob", False))
         self.qkv_bound = config.get("clip_qkv")

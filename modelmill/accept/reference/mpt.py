@@ -66,7 +66,7 @@ class MptReference(Gpt2NamesReference):
                 r.record(f"{name}_clipped", part.clamp(-bound, bound), part)
                 for name, part in zip("qkv", parts, strict=True)
             ]
-        return r.linear("o_proj", self.record_attention(index, r, *parts))
+        return r.linear("o_proj", self.run_and_record_attention(index, r, *parts))
 
 
 REFERENCE = MptReference

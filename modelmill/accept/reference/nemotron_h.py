@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
-from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
+from modelmill.accept.reference.group_limited_experts import GroupLimitedExpertsMixin
 from modelmill.accept.reference.mamba2 import Mamba2Mixin
 from modelmill.accept.reference.plain_decoder import ATTENTION_LINEAR_NAMES, ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -24,7 +24,7 @@ LAYER_TYPE_ALIASES = {"linear_attention": "mamba", "full_attention": "attention"
 FC_DOWN_MATRIX_NAMES = {"fc": "up_proj", "down": "down_proj"}
 
 
-class NemotronHReference(Mamba2Mixin, GroupedExpertsMixin):
+class NemotronHReference(Mamba2Mixin, GroupLimitedExpertsMixin):
     """NemotronHForCausalLM."""
 
     EMBEDDING = "backbone.embeddings.weight"

@@ -26,7 +26,7 @@ class Olmo2Reference(QKNormReference):
             "attn_post": "post_attention_layernorm",
             "mlp_post": "post_feedforward_layernorm",
         }
-        self.layer = self.post_norm_layer
+        self.layer = self.reordered_norm_layer
 
     def norm_weights(self, index: int | None, name: str) -> ModuleWeights:
         """Return the weight of a norm; of "qk_norm" q's, then k's."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import LayerRecorder, ModuleWeights
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 
-HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+PER_HEAD_QK_NORM_PATHS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
 class PerHeadQKNormMixin(PlainDecoderReference):

@@ -6,7 +6,7 @@ papers:
 
 * ``pre_norm_layer``   x + A(norm(x)), then the same with the MLP (GPT-2, LLaMA)
 * ``parallel_branch_layer``   x + A(norm(x)) + M(norm(x)) (GPT-J, GPT-NeoX, PaLM: arXiv:2204.02311)
-* ``post_norm_layer``  x + norm(A(x)), then the same with the MLP (OLMo 2: arXiv:2501.00656)
+* ``reordered_norm_layer``  x + norm(A(x)), then the same with the MLP (OLMo 2: arXiv:2501.00656)
 * ``sandwich_layer``   x + norm(A(norm(x))), then the same with the MLP (Gemma 2: arXiv:2408.00118)
 
 Rows of q and k are presented as the engine stores them, the two channels of each rotated pair half
@@ -164,7 +164,7 @@ class PlainDecoderReference(ReferenceModel):
         """Return these projections if the config says under this key that they have a bias."""
         return frozenset(names if self.config.get(key, default) else ())
 
-    def attention_and_mlp_with_bias(self) -> frozenset[str]:
+    def biased_attention_and_mlp_projections(self) -> frozenset[str]:
         """Return the projections with a bias by ``attention_bias`` and ``mlp_bias``."""
         return self.projections_with_bias() | self.projections_with_bias(
             "mlp_bias", MLP_LINEAR_NAMES
@@ -208,7 +208,7 @@ class PlainDecoderReference(ReferenceModel):
         return self.source.rows(self.EMBEDDING, ids) * self.embedding_scale
 
     @property
-    def is_tied(self) -> bool:
+    def config_ties_embeddings(self) -> bool:
         """Return whether the output head shares the embedding's matrix."""
         tied = self.config.get("tie_word_embeddings")
         return self.DEFAULTS.tied if tied is None else bool(tied)
@@ -332,7 +332,7 @@ class PlainDecoderReference(ReferenceModel):
         del prompt_length
         return self.rope
 
-    def logn_scaling(self, count: int) -> Tensor | None:
+    def query_scaling_by_position(self, count: int) -> Tensor | None:
         """Return [count]: factors of the rotated queries, by position; None: 1."""
         del count
         return None
@@ -354,12 +354,12 @@ class PlainDecoderReference(ReferenceModel):
         if self.rope is not None and index not in self.unrotated:
             q_turned = self.apply_rope_to_heads(index, q_turned, prompt_length)
             k_turned = self.apply_rope_to_heads(index, k_turned, prompt_length)
-        scale = self.logn_scaling(len(q))
+        scale = self.query_scaling_by_position(len(q))
         if scale is not None:
             q_turned = q_turned * scale[:, None]
         r.record("q_rot", q_turned, q)
         r.record("k_rot", k_turned, k)
-        attended = self.record_attention(index, r, q_turned, k_turned, v)
+        attended = self.run_and_record_attention(index, r, q_turned, k_turned, v)
         return r.linear("o_proj", self.gate_attention(r, normed, attended))
 
     def gate_attention(self, r: LayerRecorder, normed: Tensor, attended: Tensor) -> Tensor:
@@ -381,7 +381,7 @@ class PlainDecoderReference(ReferenceModel):
             for name, part in zip("qkv", parts, strict=True)
         ]
 
-    def record_attention(
+    def run_and_record_attention(
         self, index: int, r: LayerRecorder, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Run and record causal attention of q, k and v [T, heads·dim] → [T, heads·dim]."""
@@ -510,7 +510,9 @@ class PlainDecoderReference(ReferenceModel):
         both = r.record("branches", attention + mlp, attention, mlp)
         r.record("output", x + both, x, both)
 
-    def post_norm_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+    def reordered_norm_layer(
+        self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int
+    ) -> None:
         """X + norm(A(x)), then the same with the MLP."""
         r.record("input", x)
         branch = self.apply_and_record_norm(

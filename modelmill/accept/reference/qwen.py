@@ -82,10 +82,10 @@ class QwenReference(DecoderReference):
             self.rope, theta=self.rope.theta * self.ntk_alpha(prompt_length) ** (d / (d - 2))
         )
 
-    def logn_scaling(self, count: int) -> Tensor | None:
+    def query_scaling_by_position(self, count: int) -> Tensor | None:
         """Return [count]: ln p / ln seq_length at position p > seq_length (from 1), else 1."""
         if not self.use_logn:
-            return super().logn_scaling(count)
+            return super().query_scaling_by_position(count)
         place = torch.arange(1, count + 1, dtype=torch.float64)
         stretch = place.log() / math.log(self.seq_length)
         return torch.where(place > self.seq_length, stretch, 1.0).to(self.device, self.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.deepseek import DeepseekReference
-from modelmill.accept.reference.sarvam_moe import with_class_keys
+from modelmill.accept.reference.sarvam_moe import with_config_class_keys
 from modelmill.accept.reference.tensor_source import TensorSource
 
 DEFAULT_SIZES = {
@@ -18,7 +18,7 @@ class SarvamMLAReference(DeepseekReference):
     """SarvamMLAForCausalLM; its deepseek_yarn is YaRN."""
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        named, scaling = with_class_keys(config), config.get("rope_scaling") or {}
+        named, scaling = with_config_class_keys(config), config.get("rope_scaling") or {}
         if "deepseek_yarn" in (scaling.get("type"), scaling.get("rope_type")):
             named["rope_scaling"] = {**scaling, "type": "yarn", "rope_type": "yarn"}
         super().__init__(source, DEFAULT_SIZES | named)

@@ -9,18 +9,18 @@ from modelmill.accept.reference.glm4_moe import Glm4MoeReference
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
-PUBLISHED_KEYS = {
+PUBLISHED_KEYS_BY_CLASS_KEY = {
     "n_routed_experts": ("num_experts", "num_local_experts"),
     "attention_bias": ("use_qkv_bias",),
 }
 """Keys of the configuration class, and what published files call them."""
 
 
-def with_class_keys(config: dict[str, Any]) -> dict[str, Any]:
+def with_config_class_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with the keys of the configuration class."""
     named = {
         key: config[name]
-        for key, names in PUBLISHED_KEYS.items()
+        for key, names in PUBLISHED_KEYS_BY_CLASS_KEY.items()
         for name in names
         if name in config
     }
@@ -38,7 +38,7 @@ class SarvamMoeReference(Glm4MoeReference):
         defaults = {
             "num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "use_qk_norm": True,
         }  # fmt: skip
-        super().__init__(source, defaults | with_class_keys(config))
+        super().__init__(source, defaults | with_config_class_keys(config))
         self.rope = self.build_partial_rope(factor=1.0, theta=8e6)
         if self.config["use_qk_norm"]:
             self.norm_paths |= {

@@ -15,7 +15,7 @@ class SmolLM3Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.biased = self.attention_and_mlp_with_bias()
+        self.biased = self.biased_attention_and_mlp_projections()
         marks = config.get("no_rope_layers")
         every = int(config.get("no_rope_layer_interval", 4))
         if marks is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.group_limited_experts import GroupedExpertsMixin
+from modelmill.accept.reference.group_limited_experts import GroupLimitedExpertsMixin
 from modelmill.accept.reference.plain_decoder import ReferenceDefaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class SolarOpenReference(GroupedExpertsMixin):
+class SolarOpenReference(GroupLimitedExpertsMixin):
     """SolarOpenForCausalLM."""
 
     DEFAULTS = ReferenceDefaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)

@@ -14,7 +14,7 @@ from modelmill.core.errors import TensorMismatch
 BLOCK_ROWS = 4096
 
 
-class TensorShape(Protocol):
+class HasShape(Protocol):
     """Description of a tensor, known before it is read."""
 
     @property
@@ -32,7 +32,7 @@ class RawContainer(Protocol):
     def names(self) -> list[str]:
         """Return the names of all tensors."""
 
-    def tensor_info(self, name: str) -> TensorShape:
+    def tensor_info(self, name: str) -> HasShape:
         """Return shape and dtype of a tensor without reading it."""
 
     def get(self, name: str) -> Tensor:

@@ -92,12 +92,16 @@ class KeyUsage:
         self._drop_expired(now)
         parallel, requests = policy.max_parallel_requests, policy.requests_per_minute
         if parallel is not None and self._parallel >= parallel:
-            raise self._limit_error("max_parallel_requests", "requests at once", 1.0)
+            raise self._count_refusal_and_make_error(
+                "max_parallel_requests", "requests at once", 1.0
+            )
         if requests is not None and len(self._requests) >= requests:
             wait = self._requests[0] + WINDOW_SECONDS - now
-            raise self._limit_error("requests_per_minute", "requests a minute", wait)
+            raise self._count_refusal_and_make_error(
+                "requests_per_minute", "requests a minute", wait
+            )
         if policy.tokens_per_minute is not None and self._num_tokens >= policy.tokens_per_minute:
-            raise self._limit_error(
+            raise self._count_refusal_and_make_error(
                 "tokens_per_minute", "tokens a minute", self._seconds_until_tokens_allowed(now)
             )
         if requests is not None:
@@ -133,7 +137,9 @@ class KeyUsage:
                 return at + WINDOW_SECONDS - now
         return WINDOW_SECONDS
 
-    def _limit_error(self, limit: str, unit: str, seconds: float) -> KeyLimitReached:
+    def _count_refusal_and_make_error(
+        self, limit: str, unit: str, seconds: float
+    ) -> KeyLimitReached:
         if self._metrics is not None:
             self._metrics.count_refusal(self.policy.name, limit)
         wait = max(math.ceil(seconds), 1)

@@ -60,7 +60,7 @@ def _parse_policy(where: str, raw: Any) -> KeyPolicy:
     name, key = raw.get("name"), raw.get("key")
     if not isinstance(name, str) or not name.strip() or len(name) > 128:
         raise UsageError(f"{where}: name must be a string of 1 to 128 characters")
-    if not isinstance(key, str) or not is_valid_key(key):
+    if not isinstance(key, str) or not is_header_safe_key(key):
         raise UsageError(f"{where}: key must be printable ASCII and not empty")
     priority, weight = raw.get("priority", 0), raw.get("weight", 1.0)
     if not _is_int(priority) or abs(priority) > MAX_INT32:
@@ -77,7 +77,7 @@ def _parse_policy(where: str, raw: Any) -> KeyPolicy:
     return KeyPolicy(name, key.strip(), priority, float(weight), **limits)
 
 
-def is_valid_key(key: str) -> bool:
+def is_header_safe_key(key: str) -> bool:
     """Whether a key can be sent in a header."""
     return bool(key.strip()) and key.isascii() and key.isprintable()
 

@@ -62,7 +62,7 @@ def manifest_fingerprint(path: Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def contains_engine_folders(folder: Path) -> bool:
+def is_models_folder(folder: Path) -> bool:
     """Whether a folder is no model itself but has engines as sub-folders."""
     if not folder.is_dir() or any((folder / name).exists() for name in MODEL_MARKER_FILES):
         return False

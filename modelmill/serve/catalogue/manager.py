@@ -110,17 +110,17 @@ class ModelManager:
             with contextlib.suppress(ModelmillError):  # the load says what is wrong
                 await asyncio.to_thread(model.engine.preload_text_processor)
 
-    def reject_pending(self) -> None:
+    def reject_pending_and_future_loads(self) -> None:
         """Refuse the requests that wait, and all that come later: the server is being shut down."""
         self._closing = True
         for waiter in self._waiters:
             if not waiter.future.done():
                 waiter.future.set_exception(ServerShuttingDown("the server is shutting down"))
-        self.loader.retry_waiting_loads()
+        self.loader.wake_waiting_loads_and_drains()
 
     async def close(self) -> None:
         """End all workers; requests that still wait are refused."""
-        self.reject_pending()
+        self.reject_pending_and_future_loads()
         await self.loader.close(self.models)
 
     async def _make_ready_and_grant(self, model: ManagedModel) -> None:
@@ -238,7 +238,7 @@ class ModelManager:
                 if lease is not None:
                     lease.release()
             waiter.future.cancel()
-            self.loader.retry_waiting_loads()
+            self.loader.wake_waiting_loads_and_drains()
             raise
 
     def _grant_lease(self, model: ManagedModel) -> Lease:
@@ -252,7 +252,7 @@ class ModelManager:
     def _release_lease(self, model: ManagedModel, instance: EngineInstance) -> None:
         instance.adjust_lease_count(-1)
         model.record_last_use(self.clock())
-        self.loader.retry_waiting_loads()
+        self.loader.wake_waiting_loads_and_drains()
         if not instance.leases and model.instance is instance and not instance.draining:
             self._start_expiry_timer(model)
 

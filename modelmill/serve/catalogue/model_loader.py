@@ -77,7 +77,7 @@ class ModelLoader:
         """Call ``on_sleep`` with each model that was put to sleep."""
         self._on_sleep = on_sleep
 
-    def retry_waiting_loads(self) -> None:
+    def wake_waiting_loads_and_drains(self) -> None:
         """Let a load that waits for room look again: a request has ended or left."""
         self._changed.set()
 
@@ -152,7 +152,7 @@ class ModelLoader:
                 model.detach_instance()
             if model.engine is engine:
                 engine.mark_unloaded()
-            self.retry_waiting_loads()
+            self.wake_waiting_loads_and_drains()
 
     def _record_and_make_load_failure(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
         model.record_load_error(reason)

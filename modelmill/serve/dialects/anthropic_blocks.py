@@ -27,8 +27,8 @@ from modelmill.text.answer_pieces import (
     make_openai_tool_call,
 )
 
-BILLING_HEADER = "x-anthropic-billing-header:"
-_BILLING_LINES = re.compile(rf"\A(?:{BILLING_HEADER}[^\n]*(?:\n+|\Z))+")
+BILLING_LINE_PREFIX = "x-anthropic-billing-header:"
+_BILLING_LINES = re.compile(rf"\A(?:{BILLING_LINE_PREFIX}[^\n]*(?:\n+|\Z))+")
 LongText = Annotated[str, Field(max_length=10 << 20)]
 BlockText = LongText | JsonObjectList
 
@@ -237,7 +237,7 @@ def to_chat_messages(
         if message.role == "assistant":
             _append_assistant_message(chat, blocks, f"{path}.content", unpacker)
         else:
-            _append_input_message(chat, message.role, blocks, f"{path}.content")
+            _append_user_and_tool_messages(chat, message.role, blocks, f"{path}.content")
     if not any(message["role"] != "system" for message in chat):
         raise RequestError(
             "messages has no text, image, call or result of the user or the assistant; give at "
@@ -246,7 +246,7 @@ def to_chat_messages(
     return chat
 
 
-def iter_image_fields(messages: Sequence[Any]) -> Iterator[str]:
+def iter_image_field_paths(messages: Sequence[Any]) -> Iterator[str]:
     """Yield the fields of the pictures of a valid conversation, in order."""
     for index, message in enumerate(messages):
         yield from _iter_block_image_fields(message["content"], f"messages[{index}].content")
@@ -266,7 +266,7 @@ def _iter_block_image_fields(content: Any, path: str) -> Iterator[str]:
 
 def strip_billing_headers(text: str) -> str:
     """Remove lines of Claude Code's billing header from the start of a system text."""
-    return _BILLING_LINES.sub("", text) if text.startswith(BILLING_HEADER) else text
+    return _BILLING_LINES.sub("", text) if text.startswith(BILLING_LINE_PREFIX) else text
 
 
 def _system_texts(system: str | Sequence[Any]) -> list[str]:
@@ -312,7 +312,7 @@ def _append_assistant_message(
         message["content"] = _simplify_parts(parts) if parts else ""
 
 
-def _append_input_message(
+def _append_user_and_tool_messages(
     chat: list[dict[str, Any]], role: str, blocks: Sequence[StrictModel], path: str
 ) -> None:
     parts: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.response_model import ResponseModel
 
-ANTHROPIC_VERSION = "anthropic-version"
+ANTHROPIC_VERSION_HEADER = "anthropic-version"
 """The header by which Anthropic's clients are known on paths that OpenAI's clients share."""
 DEFAULT_MODEL_PAGE, MAX_MODEL_PAGE = 20, 1000
 """Models of one page of the list."""
@@ -82,7 +82,7 @@ class CountTokensResponse(ResponseModel):
     input_tokens: int
 
 
-def anthropic_model(name: str, engine: EngineClient, longest: int | None) -> dict[str, Any]:
+def anthropic_model_card(name: str, engine: EngineClient, longest: int | None) -> dict[str, Any]:
     """Describe a served engine as Anthropic's API describes models.
 
     Args:

@@ -15,7 +15,7 @@ from modelmill.serve.compatibility_fields import AnyItems, ignored_field
 from modelmill.serve.dialects.anthropic_blocks import (
     BlockText,
     LongText,
-    iter_image_fields,
+    iter_image_field_paths,
     to_chat_messages,
 )
 from modelmill.serve.discriminated_unions import make_converted_request
@@ -128,9 +128,9 @@ class CountTokensRequest(UnknownNullTolerantModel):
     # refused unless empty
     mcp_servers: AnyItems | None = None
 
-    def image_fields(self) -> Iterator[str]:
+    def image_field_paths(self) -> Iterator[str]:
         """The fields of the pictures, in order."""
-        return iter_image_fields(self.messages)
+        return iter_image_field_paths(self.messages)
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request.

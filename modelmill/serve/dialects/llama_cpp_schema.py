@@ -29,7 +29,7 @@ from modelmill.serve.sampling_schema import UnlimitedTemperature
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel, Text
 
 _INFILL_NAMES = {"prompt": "input_prefix", "suffix": "input_suffix"}
-_COMPLETION_TEXT = re.compile(r"\A(?:prompt|suffix)\b")
+_COMPLETION_FIELD_AT_START = re.compile(r"\A(?:prompt|suffix)\b")
 
 
 class LlamaCppFields(UnlimitedTemperature, GenerationFields):
@@ -110,7 +110,7 @@ class LlamaCppCompletionRequest(LlamaCppFields):
         return split_mixed_prompts(self.prompt)
 
 
-class InfillContext(StrictModel):
+class InfillExtraFile(StrictModel):
     """A further file that the model reads first; its time, which editors send, is ignored."""
 
     text: Text
@@ -133,12 +133,12 @@ class InfillRequest(LlamaCppFields):
 
     def rename_error_fields(self, text: str) -> str:
         """See ``LlamaCppFields.rename_error_fields``."""
-        return _COMPLETION_TEXT.sub(lambda match: _INFILL_NAMES[match[0]], text)
+        return _COMPLETION_FIELD_AT_START.sub(lambda match: _INFILL_NAMES[match[0]], text)
 
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request with a suffix."""
         extra = [
-            parse_object(each, f"input_extra[{index}]", InfillContext)
+            parse_object(each, f"input_extra[{index}]", InfillExtraFile)
             for index, each in enumerate(self.input_extra or ())
         ]
         head = "".join(

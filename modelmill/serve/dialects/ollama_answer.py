@@ -207,7 +207,7 @@ def format_timestamp(seconds: float | None = None) -> str:
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def load_only_response(
+def load_or_unload_response(
     model: str, is_chat: bool, reason: str, warnings: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The answer to a request without a prompt, which only loads or unloads a model."""

@@ -157,7 +157,7 @@ class OllamaChatRequest(OllamaGenerationFields):
     messages: JsonObjectList = Field(default_factory=list)
     tools: Annotated[list[JsonObject], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
 
-    def image_fields(self) -> Iterator[str]:
+    def image_field_paths(self) -> Iterator[str]:
         """The fields of the pictures, in order."""
         for index, message in enumerate(self.messages):
             count = len(message.get("images") or ())
@@ -207,7 +207,7 @@ class OllamaGenerateRequest(OllamaGenerationFields):
         """Whether the prompt goes to the model without a chat template."""
         return bool(self.raw) or bool(self.suffix)
 
-    def image_fields(self) -> Iterator[str]:
+    def image_field_paths(self) -> Iterator[str]:
         """The fields of the pictures, in order."""
         return (f"images[{number}]" for number in range(len(self.images or ())))
 
@@ -301,14 +301,14 @@ def to_chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
             call["id"] = call["id"] or f"call_{index}_{number}"
             open_calls.append((call["id"], call["function"]["name"]))
         if message.role == "tool":
-            converted["tool_call_id"] = message.tool_call_id or _match_tool_call_id(
+            converted["tool_call_id"] = message.tool_call_id or _pop_open_tool_call_id(
                 open_calls, message.tool_name or message.name
             )
         chat.append(converted)
     return chat
 
 
-def _match_tool_call_id(open_calls: deque[tuple[str, str]], name: str | None) -> str:
+def _pop_open_tool_call_id(open_calls: deque[tuple[str, str]], name: str | None) -> str:
     call = next((each for each in open_calls if name in (None, each[1])), None)
     if call is None:
         return "call_0"

@@ -19,7 +19,7 @@ from modelmill.serve.replicas.deployment import DeploymentSpec, ReplicaSpec
 _log = log.get_logger("serve.cluster")
 
 
-class RayCluster:
+class RayReplicaSet:
     """The replicas of one server. Implements ``proxy.ReplicaSet``."""
 
     def __init__(self, replica_spec: ReplicaSpec, deployment: DeploymentSpec) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from modelmill.core import log
 from modelmill.core.errors import ModelmillError
 from modelmill.serve.replicas.proxy import ReplicaProxy, with_middleware
-from modelmill.serve.replicas.ray_cluster import RayCluster
+from modelmill.serve.replicas.ray_cluster import RayReplicaSet
 from modelmill.serve.server import ServerOptions, make_http_server, open_listening_socket
 from modelmill.serve.service import Service
 
@@ -28,7 +28,7 @@ _log = log.get_logger("serve")
 class RayFrontendServer:
     """All parts of one ``modelmill serve --ray``."""
 
-    def __init__(self, cluster: RayCluster, options: ServerOptions) -> None:
+    def __init__(self, cluster: RayReplicaSet, options: ServerOptions) -> None:
         self._cluster, self._options = cluster, options
         self._service = Service({}, options.limits)
         self._num_signals = 0

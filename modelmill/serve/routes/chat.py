@@ -14,22 +14,22 @@ from modelmill.outputs import CompletionOutput, OutputDelta
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.call_constraint import constrain_calls
+from modelmill.serve.call_constraint import constrain_optional_tool_calls
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, tool_call_json
 from modelmill.serve.engine_client import EngineClient, max_tokenize_tokens
-from modelmill.serve.image_fields import ImageFields, name_image_as_sent
+from modelmill.serve.image_fields import ImageFields, rename_image_in_error
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
 from modelmill.serve.reasoning_tokens import ReasoningTokenCounter, count_reasoning_tokens
 from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.request_options import (
     cache_salt_or_random,
     format_prompt_logprobs,
-    kept_prompt_tokens,
+    max_kept_prompt_tokens,
     sampling_params_with_bad_words,
 )
 from modelmill.serve.routes.common import (
-    acquire_engine,
+    acquire_service_and_engine,
     check_message_sizes,
     prepare_and_submit_requests,
     random_id,
@@ -63,7 +63,7 @@ CONTINUE_FINAL_MESSAGE_WORDING = "a last message of the assistant"
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Any:
     """Answer a conversation through the engine's chat template."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(body.n or 1)
     _, handle = await prepare_and_submit_requests(
@@ -131,7 +131,7 @@ def converted_chat_request_state(
     """
 
     def rename(text: str) -> str:
-        image_error = name_image_as_sent(text, chat.messages, image_fields)
+        image_error = rename_image_in_error(text, chat.messages, image_fields)
         if image_error is not None:
             return image_error
         return rename_fields(text).replace("continue_final_message", CONTINUE_FINAL_MESSAGE_WORDING)
@@ -163,28 +163,28 @@ def chat_request_state(
     check_parameter_schemas_are_json(
         tool.function for tool in body.tools or () if isinstance(tool, Tool)
     )
-    kept = kept_prompt_tokens(body, max_model_len)
+    kept = max_kept_prompt_tokens(body, max_model_len)
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
     sent: Sequence[Mapping[str, Any]] = body.messages
     if not text_processor.supports_images:
         sent, replaced = replace_tool_images_with_text(sent)
         body.add_warnings(replaced)
-    grammar = body.validated_grammar()
+    grammar = body.relax_and_validate_grammar()
     template_kwargs = _template_kwargs(text_processor, body)
     text_processor = text_processor.variant_for_template_kwargs(template_kwargs)
     assert text_processor.chat_format is not None, "a variable changes the format, and removes none"
     format_name = text_processor.chat_format.format_name
     offered = body.offered_tools
     params = sampling_params_with_bad_words(text_processor, body)
-    begun = body.read_begun_answer(text_processor.chat_format.thinking)
+    begun = body.parse_assistant_prefill(text_processor.chat_format.thinking)
     messages, template = tool_prompts.prepare_tool_conversation(
         format_name, sent, offered, writes_calls=text_processor.chat_format.writes_calls
     )
     if offered:
         params = tool_prompts.add_call_stop_strings(params, format_name)
     if begun.part != "content":
-        grammar = constrain_calls(body, grammar, format_name)
+        grammar = constrain_optional_tool_calls(body, grammar, format_name)
     if template_kwargs:
         template["options"] = template_kwargs
     state = text_processor.chat_request(
@@ -197,7 +197,7 @@ def chat_request_state(
         thinking_budget=body.thinking_token_budget,
         add_generation_prompt=body.add_generation_prompt is not False,
         continues=bool(body.continue_final_message),
-        kept_prompt_tokens=kept,
+        max_kept_prompt_tokens=kept,
         tool_schemas=tool_prompts.tool_schemas(offered),
         sent_messages=body.messages[:-1] if body.continue_final_message else body.messages,
         **template,

@@ -37,19 +37,21 @@ def get_service(request: Request) -> Service:
     return service
 
 
-async def acquire_engine(
+async def acquire_service_and_engine(
     request: Request, model: str, keep_alive: KeepAliveInput | None = None
 ) -> tuple[Service, EngineClient]:
-    """The service, and its engine with a model's name, as ``lease_engine_for_request`` returns it.
+    """The service, and its engine with a model's name, leased for the request.
 
     Raises:
         ApiError: there is no such engine.
     """
     service = get_service(request)
-    return service, await lease_engine_for_request(request, service.get_engine(model), keep_alive)
+    return service, await begin_accounting_and_lease_engine(
+        request, service.get_engine(model), keep_alive
+    )
 
 
-async def lease_engine_for_request(
+async def begin_accounting_and_lease_engine(
     request: Request, engine: EngineClient, keep_alive: KeepAliveInput | None = None
 ) -> EngineClient:
     """Wait until an engine of the catalogue is loaded; it stays so until the request has ended.
@@ -169,7 +171,7 @@ def message_has_images(message: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def naming_prompt(name: str | None) -> Iterator[None]:
+def prefixing_errors_with_prompt_name(name: str | None) -> Iterator[None]:
     """Put the name of one of several prompts before an error about it; None: there is one."""
     try:
         yield

@@ -20,7 +20,11 @@ from modelmill.serve.response_store import input_as_items
 from modelmill.serve.response_store_access import previous_response_items, resolve_item_references
 from modelmill.serve.responses_schema import CompactRequest
 from modelmill.serve.routes.chat import make_request_answer_parser
-from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests, random_id
+from modelmill.serve.routes.common import (
+    acquire_service_and_engine,
+    prepare_and_submit_requests,
+    random_id,
+)
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text.answer_pieces import AnswerPiece, collect_answer
 from modelmill.text_processor import TextProcessor
@@ -31,7 +35,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses/compact")
 async def compact(body: CompactRequest, request: Request) -> Any:
     """Summarize a conversation: the items to go on with in place of it."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     earlier = previous_response_items(request, body.previous_response_id)
     items = [*earlier, *resolve_item_references(request, input_as_items(body.input or []))]

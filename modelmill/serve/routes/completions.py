@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput
 from modelmill.request_output_state import RequestOutputState
-from modelmill.runtime.sequence import RequestLimits, check_request
+from modelmill.runtime.sequence import RequestLimits, check_request_and_get_ids
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.completion_schema import CompletionRequest
@@ -25,13 +25,13 @@ from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.request_options import (
     cache_salt_or_random,
     format_prompt_logprobs,
-    kept_prompt_tokens,
+    max_kept_prompt_tokens,
     sampling_params_with_bad_words,
 )
 from modelmill.serve.routes.common import (
-    acquire_engine,
-    naming_prompt,
+    acquire_service_and_engine,
     openai_finish_reason,
+    prefixing_errors_with_prompt_name,
     prepare_and_submit_requests,
     random_id,
 )
@@ -66,7 +66,7 @@ class ConvertsToCompletion(Protocol):
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, several texts, or token ids."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
     _, handle = await prepare_and_submit_requests(
@@ -118,10 +118,13 @@ def completion_request_states(
         raise RequestError(
             "this engine has no tokenizer: give token ids as the prompt, and stop_token_ids"
         )
-    params, grammar = sampling_params_with_bad_words(text_processor, body), body.validated_grammar()
+    params, grammar = (
+        sampling_params_with_bad_words(text_processor, body),
+        body.relax_and_validate_grammar(),
+    )
     states: list[RequestOutputState] = []
     for index, prompt in enumerate(prompts):
-        with naming_prompt(f"prompt[{index}]" if len(prompts) > 1 else None):
+        with prefixing_errors_with_prompt_name(f"prompt[{index}]" if len(prompts) > 1 else None):
             encoded, stop_ids = _prompt_and_stop_token_ids(
                 text_processor, body, prompt, limits.max_len
             )
@@ -136,7 +139,7 @@ def completion_request_states(
             )
             if body.echo:
                 states[-1].set_echo_text()
-            check_request(states[-1].request, limits)
+            check_request_and_get_ids(states[-1].request, limits)
         _check_total_prompt_logprobs(states, body, limits.max_len)
     _warn_about_special_tokens(text_processor, body)
     return states
@@ -153,7 +156,7 @@ def _prompt_and_stop_token_ids(
     Raises:
         RequestError: the prompt is too long, or the vocabulary has no tokens for a suffix.
     """
-    kept = kept_prompt_tokens(body, max_model_len)
+    kept = max_kept_prompt_tokens(body, max_model_len)
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     for part in (prompt,) if isinstance(prompt, str) else (prompt, *prompt):
         if not isinstance(part, int):

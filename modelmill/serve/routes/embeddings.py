@@ -13,13 +13,13 @@ from starlette.responses import Response
 from modelmill.core.errors import RequestError
 from modelmill.core.types import SamplingParams
 from modelmill.request_output_state import RequestOutputState
-from modelmill.runtime.sequence import RequestLimits, check_request
+from modelmill.runtime.sequence import RequestLimits, check_request_and_get_ids
 from modelmill.serve import embeddings_schema
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.routes.common import (
-    acquire_engine,
-    naming_prompt,
+    acquire_service_and_engine,
+    prefixing_errors_with_prompt_name,
     prepare_and_submit_requests,
 )
 from modelmill.serve.stream import wait_or_disconnect
@@ -31,7 +31,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/embeddings")
 async def embeddings(body: embeddings_schema.EmbeddingRequest, request: Request) -> Any:
     """The normed final hidden states of each input, pooled and scaled to length 1."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(body.inputs()))
     states, handle = await prepare_and_submit_requests(
         request, engine, embedding_request_states, body, engine.request_limits, get_states=list
@@ -69,7 +69,7 @@ def embedding_request_states(
     longest = limits.max_len if kept is None else max_tokenize_tokens(limits.max_len)
     states = []
     for index, each in enumerate(inputs):
-        with naming_prompt(name_input(index) if len(inputs) > 1 else None):
+        with prefixing_errors_with_prompt_name(name_input(index) if len(inputs) > 1 else None):
             text_processor.check_prompt_length(each, longest)
             key, prompt = "prompt" if isinstance(each, str) else "prompt_token_ids", each
             if kept is not None:
@@ -78,7 +78,7 @@ def embedding_request_states(
                 {key: prompt, "cache_salt": body.cache_salt}, params
             ).request
             request = replace(request, pooling=body.pooling_type)
-            check_request(request, limits)
+            check_request_and_get_ids(request, limits)
         states.append(RequestOutputState(request, None, None))
     return states
 

@@ -11,9 +11,9 @@ from modelmill import __version__
 from modelmill.serve.catalogue.load_metrics import load_progress_gauge
 from modelmill.serve.catalogue.status import model_status
 from modelmill.serve.dialects.anthropic_models import (
-    ANTHROPIC_VERSION,
+    ANTHROPIC_VERSION_HEADER,
     MAX_MODEL_PAGE,
-    anthropic_model,
+    anthropic_model_card,
     anthropic_model_page,
 )
 from modelmill.serve.engine_client import EngineClient
@@ -27,8 +27,8 @@ from modelmill.serve.service import Service
 from modelmill.text.tokenizer_loader import Tokenizer
 
 router = APIRouter()
-KNOWN_QUERY_ONLY = [Depends(check_query_parameters)]
-_OF_PAGES = f"with the header {ANTHROPIC_VERSION}"
+REJECT_UNKNOWN_QUERY_PARAMETERS = [Depends(check_query_parameters)]
+_PAGING_HEADER_HINT = f"with the header {ANTHROPIC_VERSION_HEADER}"
 
 
 @router.get(
@@ -83,25 +83,28 @@ async def metrics(request: Request) -> Response:
     )
 
 
-@router.get("/v1/models", dependencies=KNOWN_QUERY_ONLY)
+@router.get("/v1/models", dependencies=REJECT_UNKNOWN_QUERY_PARAMETERS)
 async def models(
     request: Request,
-    limit: Annotated[int | None, Query(ge=1, le=MAX_MODEL_PAGE, description=_OF_PAGES)] = None,
-    after_id: Annotated[str | None, Query(description=_OF_PAGES)] = None,
-    before_id: Annotated[str | None, Query(description=_OF_PAGES)] = None,
+    limit: Annotated[
+        int | None, Query(ge=1, le=MAX_MODEL_PAGE, description=_PAGING_HEADER_HINT)
+    ] = None,
+    after_id: Annotated[str | None, Query(description=_PAGING_HEADER_HINT)] = None,
+    before_id: Annotated[str | None, Query(description=_PAGING_HEADER_HINT)] = None,
 ) -> dict[str, Any]:
     """List the served engines as OpenAI models; with anthropic-version, as Anthropic's in pages."""
     service = get_service(request)
-    if ANTHROPIC_VERSION in request.headers:
+    if ANTHROPIC_VERSION_HEADER in request.headers:
         cards = [
-            anthropic_model(name, engine, engine.max_model_len)
+            anthropic_model_card(name, engine, engine.max_model_len)
             for name, engine in service.engines.items()
         ]
         return anthropic_model_page(cards, limit, after_id, before_id)
     for name in ("limit", "after_id", "before_id"):
         if name in request.query_params:
             raise invalid_request(
-                f"{name}: models come in pages only {_OF_PAGES}; send it, or leave {name} out",
+                f"{name}: models come in pages only {_PAGING_HEADER_HINT}; send it, or leave "
+                f"{name} out",
                 name,
             )
     return {
@@ -110,17 +113,17 @@ async def models(
     }
 
 
-@router.get("/v1/models/{name:path}", dependencies=KNOWN_QUERY_ONLY)
+@router.get("/v1/models/{name:path}", dependencies=REJECT_UNKNOWN_QUERY_PARAMETERS)
 async def model(request: Request, name: str) -> dict[str, Any]:
     """Describe one served engine as an OpenAI model; with anthropic-version, as Anthropic's."""
     service = get_service(request)
     engine = service.get_engine(name)
-    if ANTHROPIC_VERSION in request.headers:
-        return anthropic_model(name, engine, engine.max_model_len)
+    if ANTHROPIC_VERSION_HEADER in request.headers:
+        return anthropic_model_card(name, engine, engine.max_model_len)
     return _model_card(service, name, engine)
 
 
-@router.get("/props", dependencies=KNOWN_QUERY_ONLY, responses=LLAMA_CPP_ERRORS)
+@router.get("/props", dependencies=REJECT_UNKNOWN_QUERY_PARAMETERS, responses=LLAMA_CPP_ERRORS)
 async def props(request: Request, model: str | None = None) -> dict[str, Any]:
     """What llama.cpp's clients ask about a server: of the only engine, or of a named one."""
     service = get_service(request)

@@ -17,7 +17,7 @@ from modelmill.serve.errors import ApiError
 from modelmill.serve.kv_session_schema import RestoreSessionRequest, SaveSessionRequest
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.routes.common import (
-    acquire_engine,
+    acquire_service_and_engine,
     get_service,
     message_has_images,
     prepare_and_submit_requests,
@@ -36,7 +36,7 @@ SESSION_SUFFIX = ".session"
 async def save(body: SaveSessionRequest, request: Request) -> Any:
     """Compute a prompt and write its KV pages to a file of the session folder."""
     folder = key_session_folder(request)
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     states, handle = await prepare_and_submit_requests(
         request,
@@ -49,7 +49,7 @@ async def save(body: SaveSessionRequest, request: Request) -> Any:
     await wait_or_disconnect(request, handle)
     path = folder / (body.name + SESSION_SUFFIX)
     left = await service.run_in_thread(
-        _make_folder_and_count_free_bytes,
+        _make_folder_and_remaining_quota,
         service.limits.session_dir,
         path,
         service.limits.session_bytes,
@@ -66,7 +66,7 @@ async def restore(body: RestoreSessionRequest, request: Request) -> Any:
     path = key_session_folder(request) / (body.name + SESSION_SUFFIX)
     if not await get_service(request).run_in_thread(path.is_file):
         raise missing_session_error(body.name)
-    _, engine = await acquire_engine(request, body.model, body.keep_alive)
+    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     assert engine.request_limits is not None  # raises for an engine that segments
     reply = await run_while_connected(
         request.receive, engine.session_client.restore(path, body.cache_salt or "")
@@ -97,7 +97,7 @@ def key_session_folder(request: Request) -> Path:
     return root / owner[:32]
 
 
-def _make_folder_and_count_free_bytes(root: Path, path: Path, max_bytes: int) -> int:
+def _make_folder_and_remaining_quota(root: Path, path: Path, max_bytes: int) -> int:
     """Make the folder of a file, and return the bytes that it may take."""
     path.parent.mkdir(parents=True, exist_ok=True)
     others = (each for each in root.rglob("*") if each.is_file() and each != path)

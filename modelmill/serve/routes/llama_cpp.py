@@ -11,7 +11,7 @@ from modelmill.serve.chat_answer import streamed_or_whole_response
 from modelmill.serve.dialects.llama_cpp_answer import LlamaCppAnswerBuilder
 from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, LlamaCppCompletionRequest
 from modelmill.serve.response_body_models import LLAMA_CPP_ERRORS
-from modelmill.serve.routes.common import acquire_engine
+from modelmill.serve.routes.common import acquire_service_and_engine
 from modelmill.serve.routes.completions import submit_converted_completion
 
 router = APIRouter(route_class=BodyRoute, responses=LLAMA_CPP_ERRORS)
@@ -30,7 +30,7 @@ async def infill(body: InfillRequest, request: Request) -> Any:
 
 
 async def _run_completion(body: LlamaCppCompletionRequest | InfillRequest, request: Request) -> Any:
-    _, engine = await acquire_engine(request, body.model, body.keep_alive)
+    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(len(body.prompts()))
     completion, handle = await submit_converted_completion(request, engine, body)

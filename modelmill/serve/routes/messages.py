@@ -17,7 +17,7 @@ from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.routes.chat import converted_chat_request_state, submit_converted_chat
-from modelmill.serve.routes.common import acquire_engine
+from modelmill.serve.routes.common import acquire_service_and_engine
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)
@@ -26,7 +26,7 @@ router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    _, engine = await acquire_engine(request, body.model, body.keep_alive)
+    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     chat, handle = await submit_converted_chat(request, engine, prepare_chat, body)
     answer = ChatAnswerSplitter(chat, engine.text_processor, handle.request_states[0])
@@ -44,7 +44,7 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, request: Request) -> Any:
     """The number of prompt tokens of a conversation with its tools."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     _, state = await service.run_in_thread(prepare_chat, engine.text_processor, body, limit)
     return SurrogateSafeJsonResponse({"input_tokens": len(state.request.prompt)})
@@ -61,7 +61,7 @@ def prepare_chat(
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget, body.effort)
     return chat, converted_chat_request_state(
-        text_processor, chat, max_model_len, _rename_error_fields, body.image_fields
+        text_processor, chat, max_model_len, _rename_error_fields, body.image_field_paths
     )
 
 

@@ -20,7 +20,7 @@ from modelmill.serve.dialects.ollama_answer import (
     NANOSECONDS_PER_SECOND,
     OllamaAnswerBuilder,
     PlainTextSplitter,
-    load_only_response,
+    load_or_unload_response,
 )
 from modelmill.serve.dialects.ollama_models import (
     NEVER_EXPIRES_SECONDS,
@@ -47,8 +47,8 @@ from modelmill.serve.errors import invalid_request
 from modelmill.serve.openai_format import ChatLogprobsFormatter, SurrogateSafeJsonResponse
 from modelmill.serve.routes.chat import converted_chat_request_state, submit_converted_chat
 from modelmill.serve.routes.common import (
+    begin_accounting_and_lease_engine,
     get_service,
-    lease_engine_for_request,
     prepare_and_submit_requests,
 )
 from modelmill.serve.routes.completions import submit_converted_completion
@@ -188,9 +188,9 @@ def find_service_and_engine(request: Request, name: str) -> tuple[Service, Engin
 async def acquire_service_and_named_engine(
     request: Request, body: OllamaModelFields
 ) -> tuple[Service, EngineClient]:
-    """As ``acquire_engine``, with Ollama's names."""
+    """As ``acquire_service_and_engine``, with Ollama's names."""
     service, engine = find_service_and_engine(request, body.model)
-    return service, await lease_engine_for_request(request, engine, body.keep_alive)
+    return service, await begin_accounting_and_lease_engine(request, engine, body.keep_alive)
 
 
 def _expires_at_unix_seconds(service: Service, engine: EngineClient) -> float:
@@ -218,14 +218,14 @@ async def _load_or_unload_model(
     model = None if service.catalogue is None else service.catalogue.find_model_by_client(engine)
     warnings = []
     if not unloads:
-        await lease_engine_for_request(request, engine, body.keep_alive)
+        await begin_accounting_and_lease_engine(request, engine, body.keep_alive)
     elif service.catalogue is not None and model is not None and not model.pinned:
         await service.catalogue.unload(model)
     else:
         cause = "it is pinned" if model is not None else "it is not of a catalogue"
         warnings.append(f"keep_alive: {engine.name} stays loaded: {cause}")
     reason = "unload" if unloads else "load"
-    line = json.dumps(load_only_response(body.model, is_chat, reason, warnings)) + "\n"
+    line = json.dumps(load_or_unload_response(body.model, is_chat, reason, warnings)) + "\n"
     kind = OllamaAnswerBuilder.media_type if body.streams else "application/json"
     return Response(line, media_type=kind)
 
@@ -265,7 +265,7 @@ def _prepare_chat(
         chat_body,
         max_model_len,
         body.rename_error_fields,
-        body.image_fields,
+        body.image_field_paths,
     )
 
 

@@ -34,7 +34,11 @@ from modelmill.serve.routes.chat import (
     converted_chat_request_state,
     submit_converted_chat,
 )
-from modelmill.serve.routes.common import acquire_engine, openai_finish_reason, random_id
+from modelmill.serve.routes.common import (
+    acquire_service_and_engine,
+    openai_finish_reason,
+    random_id,
+)
 from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import ReasoningDelta
 from modelmill.text_processor import TextProcessor
@@ -45,7 +49,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     body, num_earlier = _with_stored_items(request, body)
     prepare = functools.partial(_prepare_chat, num_earlier=num_earlier)
@@ -68,7 +72,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(body: ResponsesRequest, request: Request) -> Any:
     """The number of prompt tokens of a response, without making it."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body, num_earlier = _with_stored_items(request, body)
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     _, state = await service.run_in_thread(
@@ -95,9 +99,9 @@ def _prepare_chat(
     text_processor: TextProcessor, body: ResponsesRequest, max_model_len: int, num_earlier: int = 0
 ) -> tuple[ChatRequest, RequestOutputState]:
     chat = body.to_chat_request()
-    image_fields = functools.partial(body.image_fields, num_earlier)
+    image_field_paths = functools.partial(body.image_field_paths, num_earlier)
     return chat, converted_chat_request_state(
-        text_processor, chat, max_model_len, _rename_error_fields, image_fields
+        text_processor, chat, max_model_len, _rename_error_fields, image_field_paths
     )
 
 
@@ -137,7 +141,7 @@ class ResponsesBuilder(EventFormatter):
         self._reader = AnswerRecordingParser(chat, text_processor, handle.request_states[0])
         self._items = ResponseItemsBuilder(
             hold_spaces=self._reader.parser is not None,
-            tools_by_offered_name=body.tools_by_offered_name,
+            client_names_by_offered_name=body.client_names_by_offered_name,
             adds_encrypted_reasoning=body.wants_encrypted_reasoning,
         )
         self._num_events = 0
@@ -185,9 +189,9 @@ class ResponsesBuilder(EventFormatter):
         if logprobs is not None:
             self._items.record_logprobs(delta.text, logprobs["content"])
         ended = output if delta.finish_reason is not None else None
-        return list(self._text_events(delta.text, ended, len(delta.token_ids)))
+        return list(self._emit_text_and_store_when_ended(delta.text, ended, len(delta.token_ids)))
 
-    def _text_events(
+    def _emit_text_and_store_when_ended(
         self, text: str, ended: CompletionOutput | None, num_tokens: int
     ) -> Iterable[ResponseEvent]:
         """Events of new text; arguments as of ``AnswerRecordingParser.parse_text``."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Request
 
 from modelmill.serve.errors import ApiError
-from modelmill.serve.kv_session_schema import SESSION_NAME
+from modelmill.serve.kv_session_schema import SESSION_NAME_PATTERN
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.query_parameters import check_query_parameters
 from modelmill.serve.routes.common import get_service
@@ -31,7 +31,7 @@ async def list_sessions(request: Request) -> Any:
 
 
 @router.delete("/v1/sessions/{name}")
-async def delete(request: Request, name: Annotated[str, Path(pattern=SESSION_NAME)]) -> Any:
+async def delete(request: Request, name: Annotated[str, Path(pattern=SESSION_NAME_PATTERN)]) -> Any:
     """Delete a saved session; pages that were restored from it stay in the cache."""
     path = key_session_folder(request) / (name + SESSION_SUFFIX)
     try:

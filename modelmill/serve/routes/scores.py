@@ -12,7 +12,11 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
-from modelmill.serve.routes.common import acquire_engine, prepare_and_submit_requests, random_id
+from modelmill.serve.routes.common import (
+    acquire_service_and_engine,
+    prepare_and_submit_requests,
+    random_id,
+)
 from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.scoring import SIMILARITY_METRIC, embedding_cosine, rerank_results
 from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
@@ -25,7 +29,9 @@ router = APIRouter(route_class=BodyRoute)
 async def rerank(body: RerankRequest, request: Request) -> Any:
     """Sort documents by the cosine of their embedding with the query's."""
     texts = body.document_texts()
-    states = await _run_text_embedding_requests(request, body, [body.query, *texts], body.name_text)
+    states = await _run_text_embedding_requests(
+        request, body, [body.query, *texts], body.text_field_path
+    )
     results = rerank_results(body, states, texts)
     if body.texts is not None:
         return SurrogateSafeJsonResponse(results)
@@ -49,7 +55,7 @@ async def score(body: ScoreRequest, request: Request) -> Any:
         places.setdefault(text, len(places))
     distinct = list(places)
     states = await _run_text_embedding_requests(
-        request, body, distinct, lambda index: body.name_text(distinct[index])
+        request, body, distinct, lambda index: body.text_field_path(distinct[index])
     )
     scores = [embedding_cosine(states[places[one]], states[places[other]]) for one, other in pairs]
     return SurrogateSafeJsonResponse(
@@ -72,9 +78,9 @@ async def _run_text_embedding_requests(
     request: Request,
     body: RerankRequest | ScoreRequest,
     texts: list[str],
-    name_text: Callable[[int], str],
+    text_field_path: Callable[[int], str],
 ) -> list[RequestOutputState]:
-    _, engine = await acquire_engine(request, body.model, body.keep_alive)
+    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
     made = EmbeddingRequest.model_validate(
         {
@@ -90,7 +96,7 @@ async def _run_text_embedding_requests(
         embedding_request_states,
         made,
         engine.request_limits,
-        name_text,
+        text_field_path,
         get_states=list,
     )
     await wait_or_disconnect(request, handle)

@@ -12,7 +12,7 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.gil_yielding_json_serializer import dump_json
-from modelmill.serve.routes.common import get_service, lease_engine_for_request, random_id
+from modelmill.serve.routes.common import begin_accounting_and_lease_engine, get_service, random_id
 from modelmill.serve.segmentation_client import FieldError, ImageNotCached
 from modelmill.serve.segmentation_messages import SegmentationResult
 from modelmill.serve.segmentation_schema import SegmentRequest, SegmentResponse, inline_blobs
@@ -25,7 +25,9 @@ router = APIRouter(route_class=BodyRoute)
 async def segment(body: SegmentRequest, request: Request) -> Any:
     """Masks for points, boxes, masks or several prompts, or of all objects in an image."""
     service = get_service(request)
-    engine = await lease_engine_for_request(request, service.get_segmentation_engine(body.model))
+    engine = await begin_accounting_and_lease_engine(
+        request, service.get_segmentation_engine(body.model)
+    )
     try:
         engine.check_accepts_segmentation()
         job = await service.run_in_thread(body.to_job, random_id("seg"))

@@ -15,13 +15,13 @@ from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse, token_bytes, token_text
 from modelmill.serve.response_body_models import LLAMA_CPP_ERRORS
 from modelmill.serve.routes.chat import chat_request_state
-from modelmill.serve.routes.common import acquire_engine, check_message_sizes
+from modelmill.serve.routes.common import acquire_service_and_engine, check_message_sizes
 from modelmill.serve.special_token_prompts import encode_text
 from modelmill.serve.tokenize_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from modelmill.serve.tool_image_placeholders import replace_tool_images_with_text
 from modelmill.serve.tool_schema import check_parameter_schemas_are_json
 from modelmill.text import tool_prompts
-from modelmill.text.begun_answer import read_begun_answer
+from modelmill.text.begun_answer import parse_assistant_prefill
 from modelmill.text.chat_format_loader import ChatFormat
 from modelmill.text.tokenizer_loader import Tokenizer
 from modelmill.text_processor import TextProcessor
@@ -32,7 +32,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/tokenize", responses=LLAMA_CPP_ERRORS)
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Token ids of a text, or of a conversation through the chat template."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     return await service.run_in_thread(
         _tokenize_response, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -41,7 +41,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
 @router.post("/apply-template", responses=LLAMA_CPP_ERRORS)
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Any:
     """The prompt of a conversation as text, without running it."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     return await service.run_in_thread(
         _rendered_template_response, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -50,7 +50,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Any:
 @router.post("/v1/chat/completions/input_tokens")
 async def count_chat_tokens(body: ChatRequest, request: Request) -> Any:
     """The number of prompt tokens of a conversation, without answering it, as llama.cpp."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     body.check()
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     state = await service.run_in_thread(chat_request_state, engine.text_processor, body, limit)
@@ -61,7 +61,7 @@ async def count_chat_tokens(body: ChatRequest, request: Request) -> Any:
 @router.post("/detokenize", responses=LLAMA_CPP_ERRORS)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of token ids."""
-    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     return await service.run_in_thread(
         _detokenize_response, engine.text_processor, body, engine.request_limits
     )
@@ -155,7 +155,7 @@ def chat_format_and_render_arguments(
         messages, _ = replace_tool_images_with_text(messages)
     body.check_continue_final_message()
     if body.continue_final_message:
-        read_begun_answer(messages, chat_format.thinking)
+        parse_assistant_prefill(messages, chat_format.thinking)
     check_parameter_schemas_are_json(tool.function for tool in tools)
     check_message_sizes(text_processor, messages, max_model_len, body.offered_tools)
     prepared, template = tool_prompts.prepare_tool_conversation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.ops.fused_moe import SwigluClamp
+from modelmill.ops.fused_moe import SwigluOaiParams
 from tests.models.family_cases import (
     LLAMA_FAULTS,
     SMALL,
@@ -22,7 +22,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4.
 
 def clamped(alpha: float, limit: float) -> Change:
     """Another gate of the experts."""
-    clamp = SwigluClamp(alpha, limit)
+    clamp = SwigluOaiParams(alpha, limit)
     return lambda moe: replace(moe, expert=replace(moe.expert, clamp=clamp))
 
 

@@ -133,10 +133,10 @@ class Emulator:
             (folder / name).write_text(place.sub(lambda _: new, text))
         return folder
 
-    def load_kernel(
+    def compile_and_load_kernel(
         self, source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, *_: object
     ) -> EmulatedKernel:
-        """As launch.load_kernel; the device and how memory is divided do not matter here."""
+        """As launch.compile_and_load_kernel; device and division of memory do not matter here."""
         assert shared <= MAX_SHARED_BYTES
         assert threads % 32 == 0
         function = getattr(self.library(source, macros), f"emulate_{name}")
@@ -202,7 +202,7 @@ def mapped_range(argument: bytes) -> list[tuple[int, int]]:
 
 def replace_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
     """The ops' own Python launches on the emulator, with tensors on the CPU."""
-    patch.setattr(launch, "load_kernel", emulator.load_kernel)
+    patch.setattr(launch, "compile_and_load_kernel", emulator.compile_and_load_kernel)
     patch.setattr(launch, "tensor_map", tensor_map)
     patch.setattr(launch, "sm_count", lambda device: emulator.num_sms)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

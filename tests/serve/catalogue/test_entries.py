@@ -13,7 +13,7 @@ from modelmill.core.errors import UsageError
 from modelmill.serve.catalogue.entries import (
     CatalogueEntry,
     check_entries,
-    contains_engine_folders,
+    is_models_folder,
     read_catalogue_file,
     read_models_folder,
 )
@@ -68,11 +68,11 @@ def test_sizes_may_have_a_unit(tmp_path: Path) -> None:
 
 def test_a_folder_of_engines_is_no_model_itself(tmp_path: Path) -> None:
     path = make_engine(tmp_path, "m")
-    assert contains_engine_folders(tmp_path)
-    assert not contains_engine_folders(path)
-    assert not contains_engine_folders(tmp_path / "none")
+    assert is_models_folder(tmp_path)
+    assert not is_models_folder(path)
+    assert not is_models_folder(tmp_path / "none")
     (tmp_path / "config.json").write_text("{}")
-    assert not contains_engine_folders(tmp_path)
+    assert not is_models_folder(tmp_path)
 
 
 def test_a_negative_idle_timeout_is_forever(tmp_path: Path) -> None:

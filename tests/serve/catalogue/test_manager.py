@@ -366,7 +366,7 @@ def test_the_end_of_the_server_refuses_those_that_wait(stories: Path) -> None:
         models.launchers["a"].gate.clear()
         request = models.acquire("a")
         await models.until(lambda: models.launchers["a"].launches)
-        models.manager.reject_pending()
+        models.manager.reject_pending_and_future_loads()
         with pytest.raises(ServerShuttingDown):
             await request
         with pytest.raises(ServerShuttingDown):

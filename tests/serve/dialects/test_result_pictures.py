@@ -161,7 +161,7 @@ def test_a_picture_has_the_clients_name(
 def test_a_picture_of_an_earlier_response() -> None:
     items = [{"role": "user", "content": [INPUT_IMAGE]}]
     body = ResponsesRequest.model_validate({"model": "m", "input": [*items, *items]})
-    assert list(body.image_fields(1)) == [
+    assert list(body.image_field_paths(1)) == [
         "previous_response_id: a picture of an earlier item",
         "input[0].content[0]",
     ]

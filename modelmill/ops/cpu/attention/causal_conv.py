@@ -9,7 +9,7 @@ from modelmill.ops.cpu.attention import recurrent_metadata
 from modelmill.ops.cpu.common import build
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function_by_gil_mode(
+_kernel = build.make_lazy_loader_by_gil_mode(
     "causal_conv", "p" * 5 + recurrent_metadata.METADATA_POINTERS_SIGNATURE + "q" * 6 + "ii"
 )
 
@@ -24,7 +24,7 @@ def supports(inputs: CausalConvInputs) -> bool:
         and weight.is_contiguous()
         and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
         and state.stride()[1:] == (len(weight), 1)
-        and recurrent_metadata.has_packed_metadata(rows)
+        and recurrent_metadata.has_contiguous_metadata(rows)
     )
 
 

@@ -9,7 +9,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
 
 unavailable_reason, supports = build.unavailable_reason, recurrent_metadata.supports_recurrence
-_kernel = build.make_lazy_function_by_gil_mode(
+_kernel = build.make_lazy_loader_by_gil_mode(
     "gated_delta_rule", "p" * 6 + recurrent_metadata.METADATA_POINTERS_SIGNATURE + "q" * 8 + "di"
 )
 
@@ -19,8 +19,8 @@ def run(inputs: GatedDeltaInputs) -> torch.Tensor:
     qkv, gates, a_log, dt_bias, state, rows = inputs
     _, heads, dk, dv = state.shape
     a_log, dt_bias = (
-        recurrent_metadata.to_packed_float32(a_log),
-        recurrent_metadata.to_packed_float32(dt_bias),
+        recurrent_metadata.to_contiguous_float32(a_log),
+        recurrent_metadata.to_contiguous_float32(dt_bias),
     )
     make = torch.empty if rows.is_decode else torch.zeros  # a prompt may be padded
     out = make(len(qkv), heads * dv)

@@ -15,7 +15,7 @@ from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.score_mods import NO_SCORE_MODS
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function_by_gil_mode("paged_attention", "p" * 11 + "q" * 8 + "ddii")
+_kernel = build.make_lazy_loader_by_gil_mode("paged_attention", "p" * 11 + "q" * 8 + "ddii")
 _DTYPE_CODES = build.DTYPE_CODES
 SUPPORTED_PROBLEMS = tuple(
     AttentionSupportRange(
@@ -38,7 +38,7 @@ def supports(inputs: PagedAttentionInputs) -> bool:
     return (
         k_cache.is_contiguous()
         and v_cache.is_contiguous()
-        and all(map(_is_packed_int32, indices))
+        and all(map(_is_contiguous_int32, indices))
         and all(
             each is None or (each.dtype is torch.float32 and each.is_contiguous())
             for each in floats
@@ -84,5 +84,5 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
     return out
 
 
-def _is_packed_int32(tensor: torch.Tensor) -> bool:
+def _is_contiguous_int32(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.int32 and tensor.is_contiguous()

@@ -6,7 +6,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
-from modelmill.ops.recurrent_metadata import has_packed_operands
+from modelmill.ops.recurrent_metadata import has_contiguous_operands
 from modelmill.ops.ssd_scan import SSDScanInputs
 
 METADATA_POINTERS_SIGNATURE = "ppppp"
@@ -18,7 +18,7 @@ def metadata_pointers(rows: tuple[torch.Tensor | int, ...]) -> tuple[int, ...]:
     return tuple(each.data_ptr() for each in rows[:5] if isinstance(each, torch.Tensor))
 
 
-def has_packed_metadata(rows: tuple[torch.Tensor | int, ...]) -> bool:
+def has_contiguous_metadata(rows: tuple[torch.Tensor | int, ...]) -> bool:
     """Whether the metadata's tensors have the kernels' dtypes and lie together."""
     dtypes = (torch.int32, *(torch.int64,) * 4)
     return all(
@@ -33,11 +33,11 @@ def supports_recurrence(inputs: GatedDeltaInputs | SSDScanInputs) -> bool:
     return (
         tokens.dtype in build.DTYPE_CODES
         and gates.dtype is torch.float32
-        and has_packed_operands(tokens, gates, inputs.state)
-        and has_packed_metadata(inputs.rows)
+        and has_contiguous_operands(tokens, gates, inputs.state)
+        and has_contiguous_metadata(inputs.rows)
     )
 
 
-def to_packed_float32(values: torch.Tensor) -> torch.Tensor:
+def to_contiguous_float32(values: torch.Tensor) -> torch.Tensor:
     """Packed float32 values; the tensor itself where it has them."""
     return values.float().contiguous()

@@ -9,7 +9,7 @@ from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.rope_cache_support import RopeCacheSupportRange
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("rope_cache", "p" * 10 + "q" * 5 + "dii")
+_kernel = build.make_lazy_function_loader("rope_cache", "p" * 10 + "q" * 5 + "dii")
 _DTYPE_CODES = build.DTYPE_CODES
 SUPPORTED_PROBLEMS = (
     RopeCacheSupportRange(

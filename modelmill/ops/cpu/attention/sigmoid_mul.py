@@ -7,7 +7,7 @@ import torch
 from modelmill.ops.cpu.common import build
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("sigmoid_mul", "pppqqi")
+_kernel = build.make_lazy_function_loader("sigmoid_mul", "pppqqi")
 
 
 def supports(x: torch.Tensor, gate: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.ssd_scan import SSDScanInputs
 
 unavailable_reason, supports = build.unavailable_reason, recurrent_metadata.supports_recurrence
-_kernel = build.make_lazy_function_by_gil_mode(
+_kernel = build.make_lazy_loader_by_gil_mode(
     "ssd_scan", "p" * 7 + recurrent_metadata.METADATA_POINTERS_SIGNATURE + "q" * 8 + "ddi"
 )
 
@@ -18,7 +18,7 @@ def run(inputs: SSDScanInputs) -> torch.Tensor:
     """As the reference, all tokens one by one."""
     xbc, dt, *by_head, limit, state, rows = inputs
     _, heads, dim, size = state.shape
-    a_log, dt_bias, skip = (recurrent_metadata.to_packed_float32(each) for each in by_head)
+    a_log, dt_bias, skip = (recurrent_metadata.to_contiguous_float32(each) for each in by_head)
     make = torch.empty if rows.is_decode else torch.zeros  # a prompt may be padded
     out = make(len(xbc), heads * dim)
     _kernel(len(xbc) > build.SMALL_M_LIMIT)(

@@ -73,7 +73,7 @@ def unavailable_reason(device_type: str) -> str | None:
     """None where the kernels serve ``device_type``; else the reason, in one line."""
     if device_type != "cpu":
         return "it runs on the CPU only"
-    library = load_library()
+    library = load_or_compile_library()
     return library if isinstance(library, str) else None
 
 
@@ -84,7 +84,7 @@ def load_function(name: str, signature: str, *, release_gil: bool = False) -> Ca
 
     Raises MissingDependency where the kernels cannot be built.
     """
-    library = load_library()
+    library = load_or_compile_library()
     if isinstance(library, str):
         raise MissingDependency(f"the CPU kernels cannot be used: {library}")
     kernel = getattr(library.without_gil if release_gil else library.with_gil, name)
@@ -93,37 +93,35 @@ def load_function(name: str, signature: str, *, release_gil: bool = False) -> Ca
     return kernel
 
 
-def make_lazy_function(
+def make_lazy_function_loader(
     name: str, signature: str, *, release_gil: bool = False
 ) -> Callable[[], Callable[..., Any]]:
     """Return what loads a C function ``load_function`` at the first call and keeps it."""
     return functools.cache(lambda: load_function(name, signature, release_gil=release_gil))
 
 
-def make_lazy_function_by_gil_mode(
-    name: str, signature: str
-) -> Callable[[bool], Callable[..., Any]]:
-    """Return ``make_lazy_function`` in both forms; its argument: whether to release the GIL."""
+def make_lazy_loader_by_gil_mode(name: str, signature: str) -> Callable[[bool], Callable[..., Any]]:
+    """Return both loaders of a function; the argument says whether to release the GIL."""
     return functools.cache(
         lambda release_gil: load_function(name, signature, release_gil=release_gil)
     )
 
 
 @functools.cache
-def load_library() -> KernelLibrary | str:
+def load_or_compile_library() -> KernelLibrary | str:
     """Load the prebuilt library for this CPU, else compile one unless it is cached.
 
     A string says why there is none. Raises UsageError where MODELMILL_CPU_KERNELS says something
     unknown.
     """
-    choice = _requested_kernel_source()
+    choice = _requested_kernel_build()
     if choice == "none":
         return "MODELMILL_CPU_KERNELS=none switches them off"
     reasons = []
     if choice in ("auto", "prebuilt"):
         for level, path in prebuilt.installed_supported_levels():
             try:
-                return replace(open_library(path), origin=f"prebuilt for {level.name}")
+                return replace(load_and_verify_library(path), origin=f"prebuilt for {level.name}")
             except _KernelsUnavailable as problem:
                 reasons.append(str(problem))
         if choice == "prebuilt":
@@ -132,12 +130,12 @@ def load_library() -> KernelLibrary | str:
                 or f"this installation has none for this processor in {prebuilt.PREBUILT_FOLDER}"
             )
     try:
-        return open_library(compile_library_if_missing(native_compiler_flags()))
+        return load_and_verify_library(compile_library_if_missing(native_compiler_flags()))
     except _KernelsUnavailable as problem:
         return "; ".join([*reasons, str(problem)])
 
 
-def _requested_kernel_source() -> str:
+def _requested_kernel_build() -> str:
     choice = env.requested_cpu_kernels()
     if choice not in KERNEL_BUILD_CHOICES:
         raise UsageError(
@@ -195,8 +193,8 @@ def compile_library_if_missing(flags: tuple[str, ...]) -> Path:
 
 
 def needs_compile() -> bool:
-    """Whether ``load_library`` would have to compile, which takes half a minute."""
-    choice = _requested_kernel_source()
+    """Whether ``load_or_compile_library`` would have to compile, which takes half a minute."""
+    choice = _requested_kernel_build()
     if choice in ("none", "prebuilt") or (
         choice == "auto" and any(prebuilt.installed_supported_levels())
     ):
@@ -211,7 +209,7 @@ def _library_path(flags: tuple[str, ...], compiler: str, version: str) -> Path:
     return env.cache_dir() / "cpu" / f"{_library_key(flags, compiler, version)}.so"
 
 
-def open_library(path: Path) -> KernelLibrary:
+def load_and_verify_library(path: Path) -> KernelLibrary:
     """Load a shared object, set its thread count and run its self-check.
 
     Raises _KernelsUnavailable.

@@ -33,7 +33,7 @@ def limit_spin_wait() -> None:
         return
     with _lock:
         if not _oversubscribing_threads:
-            _oversubscribe_openmp()
+            _start_idle_openmp_team()
 
 
 def describe_wait_policy() -> str:
@@ -48,7 +48,7 @@ def describe_wait_policy() -> str:
     )
 
 
-def _oversubscribe_openmp() -> None:
+def _start_idle_openmp_team() -> None:
     library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
     try:
         openmp = ctypes.CDLL(str(library))

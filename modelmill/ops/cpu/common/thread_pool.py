@@ -13,7 +13,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 
-_load_set_num_threads = build.make_lazy_function("modelmill_set_num_threads", "q")
+_load_set_num_threads = build.make_lazy_function_loader("modelmill_set_num_threads", "q")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from modelmill.ops.decode import (
 )
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("decode", "pppppdi")
+_kernel = build.make_lazy_function_loader("decode", "pppppdi")
 _DTYPE_CODES = build.DTYPE_CODES
 
 
@@ -31,7 +31,7 @@ def run(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> to
     """As the reference, which also serves many tokens and tensors with gaps or of other dtypes."""
     packed = stack.packed.get("cpu")
     if packed is None or packed.k is not tokens.k or packed.v is not tokens.v:
-        packed = stack.packed["cpu"] = _PackedDecoder(stack, tokens.k, tokens.v)
+        packed = stack.packed["cpu"] = _DecoderAddressTable(stack, tokens.k, tokens.v)
     t, count = tokens, x.shape[0]
     if (
         not packed.supported
@@ -83,7 +83,7 @@ def _slice_tokens(t: DecodeInputs, starts: list[int], first: int, last: int) -> 
 def _run_all_layers(
     logits: torch.Tensor,
     residual: torch.Tensor,
-    packed: _PackedDecoder,
+    packed: _DecoderAddressTable,
     t: DecodeInputs,
     eps: float,
 ) -> None:
@@ -116,7 +116,7 @@ def _run_all_layers(
     )
 
 
-class _PackedDecoder:
+class _DecoderAddressTable:
     """The addresses of a stack's tensors as decode.cpp reads them. supported: whether it can."""
 
     def __init__(
@@ -144,9 +144,10 @@ class _PackedDecoder:
             page_size,
             stack.norm.data_ptr(),
         ]
-        self.stack = np.array([*words, *_pack_linear(stack.lm_head)], dtype=np.int64)
+        self.stack = np.array([*words, *_linear_address_words(stack.lm_head)], dtype=np.int64)
         self.layers = np.array(
-            [_pack_layer(*each) for each in zip(stack.layers, k, v, strict=True)], dtype=np.int64
+            [_layer_address_words(*each) for each in zip(stack.layers, k, v, strict=True)],
+            dtype=np.int64,
         )
 
 
@@ -181,17 +182,17 @@ def _supports_linear(m: DecodeLinearWeights, dtype: torch.dtype) -> bool:
     )
 
 
-def _pack_layer(layer: DecodeLayerWeights, k: torch.Tensor, v: torch.Tensor) -> list[int]:
+def _layer_address_words(layer: DecodeLayerWeights, k: torch.Tensor, v: torch.Tensor) -> list[int]:
     norms = [
         _tensor_address(t) for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
     ]
     words = [*norms, k.data_ptr(), v.data_ptr(), layer.window or 0]
     for m in (layer.qkv, layer.o, layer.gate_up, layer.down):
-        words += _pack_linear(m)
+        words += _linear_address_words(m)
     return words
 
 
-def _pack_linear(m: DecodeLinearWeights) -> list[int]:
+def _linear_address_words(m: DecodeLinearWeights) -> list[int]:
     form = 0 if not m.group_size else 4 if m.weight.dtype is torch.uint8 else 8
     half = m.scale is not None and m.scale.dtype is torch.float16
     words = [m.weight.data_ptr(), _tensor_address(m.scale), _tensor_address(m.bias), *m.shape]

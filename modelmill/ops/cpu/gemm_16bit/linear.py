@@ -30,25 +30,25 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None)
     ):
         return linear(x, weight, bias)
     rows, k = x.shape
-    if not prefers_native(dtype, rows, k) or (
+    if not prefers_cpp_kernel(dtype, rows, k) or (
         bias is not None and not (bias.is_contiguous() and bias.dtype is dtype)
     ):
         return linear(x, weight, bias)
     return _gemm((x.contiguous(), weight, bias), (rows, k, weight.shape[0]), dtype)
 
 
-def prefers_native(dtype: torch.dtype, rows: int, k: int) -> bool:
+def prefers_cpp_kernel(dtype: torch.dtype, rows: int, k: int) -> bool:
     """Whether a product of so many rows of K columns is better done here than by torch.
 
     Of rows that torch would read beyond their ends (``ops.linear``) always.
     """
-    return rows <= max_native_rows(dtype) or (dtype.itemsize == 2 and k % AMX_K_ALIGNMENT != 0)
+    return rows <= max_cpp_kernel_rows(dtype) or (dtype.itemsize == 2 and k % AMX_K_ALIGNMENT != 0)
 
 
 @functools.cache
-def max_native_rows(dtype: torch.dtype) -> int:
+def max_cpp_kernel_rows(dtype: torch.dtype) -> int:
     """Rows up to which these kernels beat torch's product."""
-    library = build.load_library()
+    library = build.load_or_compile_library()
     narrow = isinstance(library, str) or library.vector_width < 8
     return (
         build.SMALL_M_LIMIT

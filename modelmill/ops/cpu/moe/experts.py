@@ -8,17 +8,17 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.cpu.weight_only_gemm.groupwise import SCALE_DTYPE_CODES
-from modelmill.ops.fused_moe import GATE_ACTIVATIONS, RELU2, FusedMoEInputs, SwigluClamp
+from modelmill.ops.fused_moe import GATE_ACTIVATIONS, RELU2, FusedMoEInputs, SwigluOaiParams
 from modelmill.ops.groupwise import PACK_COLUMNS
 
 GATE_CODES = {name: code for code, name in enumerate(GATE_ACTIVATIONS)}
 CLAMPED_SWIGLU_CODE = len(GATE_CODES)
 GATE_CODES[RELU2] = CLAMPED_SWIGLU_CODE + 1
 """Of expert_matrices.h."""
-ZERO_SWIGLU_CLAMP = SwigluClamp(0.0, 0.0)
+UNUSED_SWIGLU_CLAMP = SwigluOaiParams(0.0, 0.0)
 
 
-def supports_layout(inputs: FusedMoEInputs, weight_dtype: torch.dtype) -> bool:
+def supports_moe_operands(inputs: FusedMoEInputs, weight_dtype: torch.dtype) -> bool:
     """Packed operands in whole runs of columns; an expert's rows follow each other."""
     x, ids = inputs.x, inputs.topk_ids
     if x.dtype not in build.DTYPE_CODES or x.dim() != 2 or not x.is_contiguous():
@@ -71,7 +71,7 @@ def run_experts(name: str, inputs: FusedMoEInputs) -> torch.Tensor:
     out = torch.empty_like(x)
     words = np.array(pack_experts_call(inputs, out), dtype=np.int64)
     function = load_gemm_function(name, "pddii", release_gil=len(x) > build.SMALL_M_LIMIT)
-    clamp = inputs.clamp or ZERO_SWIGLU_CLAMP
+    clamp = inputs.clamp or UNUSED_SWIGLU_CLAMP
     function(words.ctypes.data, *clamp, build.DTYPE_CODES[x.dtype], scale_dtype_code(inputs))
     return out
 
@@ -89,12 +89,12 @@ def pack_experts_call(inputs: FusedMoEInputs, out: torch.Tensor) -> list[int]:
     return [
         out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr(),
         tensor_address(inputs.shared), *inputs.topk_ids.shape, len(gate_up), inputs.group, gate,
-        *_pack_expert_matrices(inputs, "gate_up", x.shape[1]),
-        *_pack_expert_matrices(inputs, "down", inputs.inner_size),
+        *_expert_matrices_words(inputs, "gate_up", x.shape[1]),
+        *_expert_matrices_words(inputs, "down", inputs.inner_size),
     ]  # fmt: skip
 
 
-def _pack_expert_matrices(inputs: FusedMoEInputs, name: str, columns: int) -> list[int]:
+def _expert_matrices_words(inputs: FusedMoEInputs, name: str, columns: int) -> list[int]:
     """ExpertMatrices: addresses, the experts' distances in bytes, rows, columns."""
     stacks = [getattr(inputs, name + suffix) for suffix in ("", "_scale", "_offset")]
     addresses = [tensor_address(each) for each in (*stacks, getattr(inputs, f"{name}_bias"))]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import run_experts, supports_layout, supports_scales_and_offsets
+from modelmill.ops.cpu.moe.experts import (
+    run_experts,
+    supports_moe_operands,
+    supports_scales_and_offsets,
+)
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoESupportRange
 
@@ -16,7 +20,7 @@ SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.int8),)
 def supports(inputs: FusedMoEInputs) -> bool:
     """int8 weights with float32 scales, one a row."""
     return (
-        supports_layout(inputs, torch.int8)
+        supports_moe_operands(inputs, torch.int8)
         and supports_scales_and_offsets(inputs, torch.float32)
         and inputs.group == 0
         and inputs.gate_up_offset is None

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import run_experts, supports_layout, supports_scales_and_offsets
+from modelmill.ops.cpu.moe.experts import (
+    run_experts,
+    supports_moe_operands,
+    supports_scales_and_offsets,
+)
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoESupportRange
 from modelmill.ops.mxfp4_fused_moe import BLOCK_COLUMNS
@@ -20,7 +24,7 @@ def supports(inputs: FusedMoEInputs) -> bool:
         inputs.group == BLOCK_COLUMNS
         and inputs.gate_up_offset is None
         and inputs.down_offset is None
-        and supports_layout(inputs, torch.uint8)
+        and supports_moe_operands(inputs, torch.uint8)
         and supports_scales_and_offsets(inputs, torch.uint8)
     )
 

@@ -11,7 +11,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import load_gemm_function
 from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe, mxfp4_fused_moe
 from modelmill.ops.cpu.moe.experts import (
-    ZERO_SWIGLU_CLAMP,
+    UNUSED_SWIGLU_CLAMP,
     pack_experts_call,
     scale_dtype_code,
     tensor_address,
@@ -29,7 +29,7 @@ _FUSED_MOE_OP_NAMES_BY_CODE = list(_FUSED_MOE_OPS)
 """In the order of kOps in routed_moe.cpp."""
 
 
-class _PackedMoE(NamedTuple):
+class _MoEAddressTable(NamedTuple):
     """The addresses of a mixture's tensors as routed_moe.cpp reads them.
 
     Attributes:
@@ -54,13 +54,13 @@ def supports(
     return (
         packed.at != 0
         and x.shape[0] <= build.SMALL_M_LIMIT
-        and _matches_router_dtype(moe, x)
-        and (router_input is None or _matches_router_dtype(moe, router_input))
-        and (shared is None or _matches_router_dtype(moe, shared))
+        and _is_contiguous_router_dtype(moe, x)
+        and (router_input is None or _is_contiguous_router_dtype(moe, router_input))
+        and (shared is None or _is_contiguous_router_dtype(moe, shared))
     )
 
 
-def _matches_router_dtype(moe: RoutedMoEWeights, x: torch.Tensor) -> bool:
+def _is_contiguous_router_dtype(moe: RoutedMoEWeights, x: torch.Tensor) -> bool:
     return x.dtype is moe.router.dtype and x.is_contiguous()
 
 
@@ -80,7 +80,7 @@ def run(
     return out
 
 
-def _pack_moe_addresses(moe: RoutedMoEWeights) -> _PackedMoE:
+def _pack_moe_addresses(moe: RoutedMoEWeights) -> _MoEAddressTable:
     """Of what the kernel does not serve, no words."""
     router, experts = moe.router, moe.experts
     vectors = [each for each in (moe.router_bias, moe.expert_scale) if each is not None]
@@ -93,18 +93,18 @@ def _pack_moe_addresses(moe: RoutedMoEWeights) -> _PackedMoE:
         or not router.is_contiguous()
         or any(each.dtype not in build.DTYPE_CODES or not each.is_contiguous() for each in vectors)
     ):
-        return _PackedMoE(np.zeros(0, np.int64), 0)
+        return _MoEAddressTable(np.zeros(0, np.int64), 0)
     words = np.array(
         (
             router.data_ptr(), tensor_address(moe.router_bias), tensor_address(moe.expert_scale),
             _dtype_code(moe.router_bias), _dtype_code(moe.expert_scale),
-            *map(double_to_bits, (moe.logit_scale, *(experts.clamp or ZERO_SWIGLU_CLAMP))),
+            *map(double_to_bits, (moe.logit_scale, *(experts.clamp or UNUSED_SWIGLU_CLAMP))),
             _FUSED_MOE_OP_NAMES_BY_CODE.index(moe.op), scale_dtype_code(experts),
             *pack_topk_rules(moe.rules, len(router)), *_pack_experts_call(moe),
         ),
         dtype=np.int64,
     )  # fmt: skip
-    return _PackedMoE(words, words.ctypes.data)
+    return _MoEAddressTable(words, words.ctypes.data)
 
 
 def _pack_experts_call(moe: RoutedMoEWeights) -> list[int]:

@@ -12,7 +12,7 @@ from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPO
 from modelmill.ops.cpu.norm_quantize.rms_norm import run_row_kernel
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("add_rms_norm", "ppppqqdi")
+_kernel = build.make_lazy_function_loader("add_rms_norm", "ppppqqdi")
 
 
 def supports(x: torch.Tensor, residual: torch.Tensor, *_: object) -> bool:  # noqa: ARG001

@@ -8,7 +8,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.gated_rms_norm import GatedRMSNormInputs
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("gated_rms_norm", "ppppqqqqdiii")
+_kernel = build.make_lazy_function_loader("gated_rms_norm", "ppppqqqqdiii")
 
 
 def supports(inputs: GatedRMSNormInputs) -> bool:

@@ -9,7 +9,7 @@ from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPO
 from modelmill.ops.cpu.norm_quantize.rms_norm import run_row_kernel
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("layer_norm", "ppppqqdi")
+_kernel = build.make_lazy_function_loader("layer_norm", "ppppqqdi")
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_op_support import RowOpSupportRange
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("quantize_int8", "ppppqqi")
+_kernel = build.make_lazy_function_loader("quantize_int8", "ppppqqi")
 SUPPORTED_PROBLEMS = (
     RowOpSupportRange(
         dtypes=tuple(build.DTYPE_CODES),

@@ -9,7 +9,7 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("rptq_quant", "pppppppqqqqiii")
+_kernel = build.make_lazy_function_loader("rptq_quant", "pppppppqqqqiii")
 _DTYPE_CODES = build.DTYPE_CODES
 SUPPORTED_PROBLEMS = (
     RowOpSupportRange(dtypes=tuple(_DTYPE_CODES), dims=(2, 2), packed_dtypes=True),

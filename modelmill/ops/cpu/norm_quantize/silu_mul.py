@@ -8,7 +8,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.row_op_support import RowOpSupportRange
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("silu_mul", "ppqqi")
+_kernel = build.make_lazy_function_loader("silu_mul", "ppqqi")
 _DTYPE_CODES = build.DTYPE_CODES
 SUPPORTED_PROBLEMS = (RowOpSupportRange(dtypes=tuple(_DTYPE_CODES), dims=(2, 2)),)
 

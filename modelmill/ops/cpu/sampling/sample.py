@@ -8,7 +8,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.sample import SAMPLE_SUPPORT_RANGE, SampleInputs
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("sample", "pppppppqq")
+_kernel = build.make_lazy_function_loader("sample", "pppppppqq")
 SUPPORTED_PROBLEMS = (SAMPLE_SUPPORT_RANGE,)
 
 

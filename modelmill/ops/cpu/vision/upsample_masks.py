@@ -12,7 +12,7 @@ from modelmill.ops.cpu.common import build
 from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs, upsample_masks
 
 unavailable_reason = build.unavailable_reason
-_kernel = build.make_lazy_function("upsample_masks", "pppqqqqqqqqd", release_gil=True)
+_kernel = build.make_lazy_function_loader("upsample_masks", "pppqqqqqqqqd", release_gil=True)
 _ROWS_PER_TASK = 48  # rows of a picture that a thread computes at a time
 
 

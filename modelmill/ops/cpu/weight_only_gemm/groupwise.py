@@ -12,7 +12,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import GemmFunction, load_gemm_function
-from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
+from modelmill.ops.cpu.gemm_16bit.linear import prefers_cpp_kernel
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 
 _DTYPE_CODES = build.DTYPE_CODES
@@ -49,7 +49,7 @@ class GroupwiseLinearKernels:
             return self._reference(inputs)
         x = x.contiguous()
         rows, k = x.shape
-        if not prefers_native(dtype, rows, k):
+        if not prefers_cpp_kernel(dtype, rows, k):
             return self._dequantized_matmul(inputs._replace(x=x))
         sizes = (rows, k, weight.shape[0], group)
         kind = SCALE_DTYPE_CODES[scale.dtype]

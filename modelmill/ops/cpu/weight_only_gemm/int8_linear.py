@@ -10,7 +10,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import GemmFunction, load_gemm_function
-from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
+from modelmill.ops.cpu.gemm_16bit.linear import prefers_cpp_kernel
 from modelmill.ops.int8_linear import int8_linear
 
 unavailable_reason = build.unavailable_reason
@@ -31,7 +31,7 @@ def run(
         return int8_linear(x, weight, scale, bias)
     x = x.contiguous()
     rows, k = x.shape
-    if not prefers_native(dtype, rows, k):
+    if not prefers_cpp_kernel(dtype, rows, k):
         return _dequantized_matmul(x, weight, scale, bias)
     return _gemm((x, weight, scale, bias), (rows, k, weight.shape[0]), dtype)
 

@@ -40,7 +40,7 @@ def unavailable_reason(device_type: str) -> str | None:
     Compiles the most common config (cached on disk).
     """
     common = _prefill_macros(torch.bfloat16, 128, 16)
-    reason = build.kernel_unavailable_reason(device_type, "paged_attention", common)
+    reason = build.kernel_compile_failure_reason(device_type, "paged_attention", common)
     return (
         reason
         or paged_decode8.unavailable_reason(device_type)
@@ -87,8 +87,8 @@ def supports_prefill(inputs: PagedAttentionInputs) -> bool:
     return (
         supports_indices(tuple(indices))
         and _is_tma_loadable(q)
-        and _is_packed_and_aligned(k_cache)
-        and _is_packed_and_aligned(v_cache)
+        and _is_contiguous_and_aligned(k_cache)
+        and _is_contiguous_and_aligned(v_cache)
     )
 
 
@@ -181,7 +181,7 @@ def _stream_counters(device: int, stream: int) -> torch.Tensor:
 def _prefill_kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.CudaKernel:
     tile = 2 * dim * STAGES * (QUERY_TILE + 2 * KEY_TILE)
     macros = _prefill_macros(dtype, dim, page_size)
-    return launch.load_kernel(
+    return launch.compile_and_load_kernel(
         "paged_attention", "prefill_attention", macros, THREADS, tile + PLAN_BYTES, device
     )
 
@@ -204,7 +204,7 @@ def _is_tma_loadable(x: torch.Tensor) -> bool:
     )
 
 
-def _is_packed_and_aligned(cache: torch.Tensor) -> bool:
+def _is_contiguous_and_aligned(cache: torch.Tensor) -> bool:
     return cache.is_contiguous() and cache.data_ptr() % 16 == 0
 
 

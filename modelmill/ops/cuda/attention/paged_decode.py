@@ -13,7 +13,7 @@ from modelmill.ops.cuda.common import launch
 LOG2E = 1.4426950408889634
 DTYPE_DEFINES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_SPLITS = 8  # blocks of a cluster
-PAGE_SIZES = (8, 128)
+PAGE_SIZE_RANGE = (8, 128)
 
 
 DECODE_PHASES = (AttentionPhase.DECODE, AttentionPhase.SINGLE_QUERIES)
@@ -81,7 +81,7 @@ def launch_decode(
     """
     device = q.get_device()
     with torch.cuda.device(q.device):
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             name,
             name,
             macros,

@@ -83,7 +83,7 @@ def unavailable_reason(device_type: str) -> str | None:
 
     Compiles the most common config (cached on disk).
     """
-    return build.kernel_unavailable_reason(
+    return build.kernel_compile_failure_reason(
         device_type,
         "paged_decode16",
         kernel_macros(torch.bfloat16, 128, 16, 1, 1, SPLIT_CONFIGS[128]),
@@ -120,7 +120,7 @@ _SINGLE_HEAD_GROUP_RANGE = AttentionSupportRange(
     phases=paged_decode.DECODE_PHASES,
     max_group_heads=1,
     dims=tuple(SPLIT_CONFIGS),
-    page_sizes=paged_decode.PAGE_SIZES,
+    page_sizes=paged_decode.PAGE_SIZE_RANGE,
     dtypes=tuple(DTYPE_DEFINES),
     on_gpu=True,
     serves_score_mods=True,

@@ -22,7 +22,7 @@ def unavailable_reason(device_type: str) -> str | None:
 
     Compiles the most common config (cached on disk).
     """
-    return build.kernel_unavailable_reason(
+    return build.kernel_compile_failure_reason(
         device_type, "paged_decode8", _kernel_macros(torch.bfloat16, 128, 16, 1)
     )
 
@@ -54,7 +54,7 @@ KERNELS = (
             phases=paged_decode.DECODE_PHASES,
             max_group_heads=1,
             dims=(64, 128),
-            page_sizes=paged_decode.PAGE_SIZES,
+            page_sizes=paged_decode.PAGE_SIZE_RANGE,
             dtypes=tuple(DTYPE_DEFINES),
             page_dtypes=(torch.int8,),
             scaled=True,

@@ -66,7 +66,9 @@ def include_flag() -> str:
     return f"-I{KERNEL_SOURCES_FOLDER}"
 
 
-def kernel_unavailable_reason(device_type: str, name: str, macros: tuple[str, ...]) -> str | None:
+def kernel_compile_failure_reason(
+    device_type: str, name: str, macros: tuple[str, ...]
+) -> str | None:
     """None if ``<name>.cu`` compiles for this device type (cached), else the reason in one line."""
     reason = unavailable_reason(device_type)
     if reason is None:

@@ -83,7 +83,7 @@ class CudaKernel:
 
 
 @functools.cache
-def load_kernel(
+def compile_and_load_kernel(
     source: str,
     name: str,
     macros: tuple[str, ...],

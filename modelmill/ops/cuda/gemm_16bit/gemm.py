@@ -29,7 +29,7 @@ LARGE_M_TILE_WIDTHS = (256, 224)  # rows of the weight of a tile
 TILES_PER_BAND = 8
 # Of gemm_small_m.cu: columns of the output a block, as (PARTS, BLOCK_N); shared memory that a block
 # may take.
-SMALL_M_BLOCK_WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
+SMALL_M_PARTS_AND_BLOCK_N = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
 SMALL_M_MAX_ROWS = 64
 # Rows, and the most columns of the output for each SM that are served with so many. With few rows
 # Triton's smaller programs leave room for their neighbours in a step, and win where a block would
@@ -98,7 +98,7 @@ def small_m_config(rows: int, columns: int, num_sms: int, *, gated: bool) -> Gem
     computes is time won.
     """
     box = padded_rows(rows)
-    widths = [(2, wide) for wide in (32, 64, 96, 128)] if gated else SMALL_M_BLOCK_WIDTHS
+    widths = [(2, wide) for wide in (32, 64, 96, 128)] if gated else SMALL_M_PARTS_AND_BLOCK_N
     each = [wide if gated else parts * wide for parts, wide in widths]
     index = next(
         (i for i, width in enumerate(each) if -(-columns // width) <= num_sms), len(each) - 1
@@ -112,7 +112,7 @@ def small_m_config(rows: int, columns: int, num_sms: int, *, gated: bool) -> Gem
     )
 
 
-def supports_tma(x: torch.Tensor) -> bool:
+def is_tma_compatible(x: torch.Tensor) -> bool:
     """Whether TMA can access x [R, C]: contiguous rows at multiples of 16 bytes."""
     return (
         x.dim() == 2
@@ -258,7 +258,7 @@ def supports_operands(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         not x.is_cuda
         or x.dtype not in DTYPE_DEFINES
         or weight.dtype != x.dtype
-        or not (supports_tma(x) and supports_tma(weight))
+        or not (is_tma_compatible(x) and is_tma_compatible(weight))
     ):
         return False
     return bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
@@ -277,7 +277,7 @@ def gemm_small_m(
     with torch.cuda.device(x.device):
         made = small_m_config(tokens, columns, launch.sm_count(device), gated=gated)
         threads = max(1, made.padded_rows // 64) * 128 + 32
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "gemm_small_m",
             "gemm_small_m",
             made.macros(x.dtype, gated=gated),
@@ -322,7 +322,7 @@ def gemm_swiglu_large_m(
             *DTYPE_DEFINES[x.dtype],
         )
         shared = pipeline_bytes(width) + 2 * 64 * (width // 2) * 2
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "gemm_swiglu_large_m", "gemm_swiglu_large_m", macros, LARGE_M_THREADS, shared, device
         )
         blocks, sizes = plan_tile_launch(x, columns, width // 2, columns)

@@ -16,7 +16,7 @@ def unavailable_reason(device_type: str) -> str | None:
     Compiles one config (cached on disk).
     """
     sizes = gemm.small_m_config(8, 4096, 132, gated=False)
-    return build.kernel_unavailable_reason(
+    return build.kernel_compile_failure_reason(
         device_type, "gemm_small_m", sizes.macros(torch.bfloat16, gated=False)
     )
 

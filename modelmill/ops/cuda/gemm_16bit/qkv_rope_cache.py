@@ -29,7 +29,7 @@ def unavailable_reason(device_type: str) -> str | None:
 
     Compiles one config (cached on disk).
     """
-    return build.kernel_unavailable_reason(
+    return build.kernel_compile_failure_reason(
         device_type, "qkv_rope_cache", kernel_macros(128, biased=True, dtype=torch.bfloat16)
     )
 
@@ -61,13 +61,13 @@ def supports(
     ):
         return False
     dim, rows = k_cache.shape[3], (x.shape[0],)
-    angles = _is_none_or_packed(cos, torch.float32, (*rows, dim // 2)) and _is_none_or_packed(
-        sin, torch.float32, (*rows, dim // 2)
-    )
+    angles = _is_none_or_contiguous(
+        cos, torch.float32, (*rows, dim // 2)
+    ) and _is_none_or_contiguous(sin, torch.float32, (*rows, dim // 2))
     if (
         not angles
-        or not _is_none_or_packed(slots, torch.int64, rows)
-        or not _is_none_or_packed(q_scale, torch.float32, rows)
+        or not _is_none_or_contiguous(slots, torch.int64, rows)
+        or not _is_none_or_contiguous(q_scale, torch.float32, rows)
     ):
         return False
     if any(each is not None and each.data_ptr() % 16 for each in (bias, cos, sin)):
@@ -77,7 +77,7 @@ def supports(
     return weight.shape == ((heads + 2 * k_cache.shape[1]) * dim, x.shape[1])
 
 
-def _is_none_or_packed(
+def _is_none_or_contiguous(
     each: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> bool:
     return each is None or (each.dtype is dtype and each.shape == shape and each.is_contiguous())
@@ -138,7 +138,7 @@ def run(
         barriers = 6 * 8
         shared = gemm.pipeline_bytes(TILE_WIDTH) + desks + biases + barriers
         named = kernel_macros(dim, biased=bias is not None, dtype=x.dtype)
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "qkv_rope_cache", "qkv_rope_cache", named, LARGE_M_THREADS, shared, x.get_device()
         )
         blocks, sizes = gemm.plan_tile_launch(x, weight.shape[0], TILE_WIDTH, TILE_WIDTH // 2)

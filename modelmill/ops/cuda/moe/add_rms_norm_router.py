@@ -26,7 +26,7 @@ def unavailable_reason(device_type: str) -> str | None:
     """
     rules = FusedTopkInputs(torch.empty(0, 128), None, 8)
     macros = kernel_macros(torch.bfloat16, 2048, rules)
-    return build.kernel_unavailable_reason(device_type, "add_rms_norm_router", macros)
+    return build.kernel_compile_failure_reason(device_type, "add_rms_norm_router", macros)
 
 
 def supports(inputs: AddRMSNormRouterInputs) -> bool:
@@ -37,9 +37,11 @@ def supports(inputs: AddRMSNormRouterInputs) -> bool:
     return (
         _supports_rules(rules)
         and _supports_sizes(len(router), x.shape[1], rules.top_k)
-        and all(_is_none_or_packed(each, x.dtype) for each in (x, residual, norm_weight, router))
-        and _is_none_or_packed(router_bias, x.dtype, alignment=1)
-        and _is_none_or_packed(selection_bias, torch.float32, alignment=1)
+        and all(
+            _is_none_or_contiguous(each, x.dtype) for each in (x, residual, norm_weight, router)
+        )
+        and _is_none_or_contiguous(router_bias, x.dtype, alignment=1)
+        and _is_none_or_contiguous(selection_bias, torch.float32, alignment=1)
     )
 
 
@@ -61,7 +63,7 @@ def _supports_sizes(experts: int, hidden: int, top_k: int) -> bool:
     )
 
 
-def _is_none_or_packed(
+def _is_none_or_contiguous(
     tensor: torch.Tensor | None, dtype: torch.dtype, alignment: int = 16
 ) -> bool:
     return tensor is None or (
@@ -81,7 +83,7 @@ def run(inputs: AddRMSNormRouterInputs) -> RoutedTokens:
         selection_bias=selection_bias is not None,
     )  # fmt: skip
     with torch.cuda.device(x.device):
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "add_rms_norm_router", "add_rms_norm_router", macros, _THREADS,
             0, x.get_device(), DECODE_CARVEOUT_PERCENT,
         )  # fmt: skip

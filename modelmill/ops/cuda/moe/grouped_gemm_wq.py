@@ -26,10 +26,10 @@ FORMAT_CODE_BY_DTYPES: dict[tuple[torch.dtype | None, torch.dtype | None], int] 
     (torch.int8, torch.float32): INT8_FORMAT_CODE,
 }
 """By the dtypes of weights and scales."""
-_CLAMPED_GATE_CODE = len(GATE_ACTIVATIONS)  # GATE of a SwigluClamp
+_CLAMPED_GATE_CODE = len(GATE_ACTIVATIONS)  # GATE of a SwigluOaiParams
 MAX_TOKENS, MAX_PAIRS_PER_EXPERT = 512, 64
 """Tokens of a step, and pairs for each expert, for which the kernel is made."""
-MAX_PAIRS_BY_TOKEN_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
+MAX_PAIRS_PER_EXPERT_BY_TOKEN_TILES = ((1, 3.0), (2, 8.0), (3, 12.0), (4, float("inf")))
 """Tiles of 8 pairs in a block → pairs for each expert, on average, up to which they are chosen."""
 MAX_BLOCKS_PER_EXPERT = 3
 """Blocks of pairs, on average, each of which converts an expert's weights again. Estimated: with
@@ -39,7 +39,7 @@ MAX_STAGES = 8
 L2_REUSE_STAGES = 8  # stages that two large blocks of pairs share in turn, so that L2 has them
 BLOCKS_PER_SM = (2, 3, 1)
 # fewer do not hide latency, more have too little between barriers
-WARPS_PER_SM = (12, 20)
+PREFERRED_WARPS_PER_SM_RANGE = (12, 20)
 # of an SM: 4.2 TB/s times 1 us is 32 KiB, and blocks of pairs change
 MIN_BYTES_IN_FLIGHT = 80 << 10
 _SM_SHARED_BYTES, _MAX_SHARED_BYTES, _BLOCK_RESERVED_BYTES = 227 << 10, 226 << 10, 1 << 10
@@ -59,7 +59,7 @@ def unavailable_reason(device_type: str) -> str | None:
     config = select_config(product, 1)
     assert config is not None, "a common size"
     macros = kernel_macros(torch.bfloat16, product, config, 0)
-    return build.kernel_unavailable_reason(device_type, "grouped_gemm_wq", macros)
+    return build.kernel_compile_failure_reason(device_type, "grouped_gemm_wq", macros)
 
 
 class GroupedGemmSpec(NamedTuple):
@@ -184,11 +184,11 @@ def select_config(product: GroupedGemmSpec, token_tiles: int) -> GroupedGemmConf
         warps = config.warps * config.blocks
         return (
             in_flight >= MIN_BYTES_IN_FLIGHT,
-            WARPS_PER_SM[0] <= warps <= WARPS_PER_SM[1],
+            PREFERRED_WARPS_PER_SM_RANGE[0] <= warps <= PREFERRED_WARPS_PER_SM_RANGE[1],
             config.k_tile,
             config.blocks > 1,  # one computes while the other one is at a barrier
             config.row_tiles,
-            -abs(warps - sum(WARPS_PER_SM) / 2),
+            -abs(warps - sum(PREFERRED_WARPS_PER_SM_RANGE) / 2),
         )
 
     fitting = [
@@ -204,7 +204,7 @@ def _candidate_configs(product: GroupedGemmSpec, token_tiles: int) -> Iterator[G
     for row_tiles in _allowed_row_tiles(product):
         per_block = product.n // (row_tiles * (8 if product.gated else 16))
         chunk = per_block
-        if token_tiles == MAX_PAIRS_BY_TOKEN_TILES[-1][0]:
+        if token_tiles == MAX_PAIRS_PER_EXPERT_BY_TOKEN_TILES[-1][0]:
             chunk = next(each for each in range(L2_REUSE_STAGES, 0, -1) if per_block % each == 0)
         for k_tile in (64, 32) if product.weight_format == INT8_FORMAT_CODE else (128, 64, 32):
             if product.k % k_tile or (
@@ -236,7 +236,9 @@ def select_config_pair(problem: MoEProblem) -> tuple[GroupedGemmConfig, GroupedG
     if products is None:
         return None
     average = problem.pairs_per_expert
-    preferred = next(tiles for tiles, most in MAX_PAIRS_BY_TOKEN_TILES if average <= most)
+    preferred = next(
+        tiles for tiles, most in MAX_PAIRS_PER_EXPERT_BY_TOKEN_TILES if average <= most
+    )
     for tiles in range(preferred, 0, -1):
         first, second = (select_config(product, tiles) for product in products)
         if first is not None and second is not None:
@@ -349,7 +351,7 @@ def _launch_grouped_gemm(
     name, device = "gate_up" if product.gated else "down", x.get_device()
     operands = [getattr(inputs, name + part) for part in ("", "_scale", "_offset", "_bias")]
     gate = gate_macro_value(inputs)
-    kernel = launch.load_kernel(
+    kernel = launch.compile_and_load_kernel(
         "grouped_gemm_wq", "grouped_gemm_wq", kernel_macros(x.dtype, product, config, gate),
         32 * config.warps, config.shared_bytes(product), device, _CARVEOUT_PERCENT,
     )  # fmt: skip
@@ -364,7 +366,7 @@ def _combine_expert_outputs(inputs: FusedMoEInputs, by_pair: torch.Tensor) -> to
     x, ids = inputs.x, inputs.topk_ids
     tokens, hidden = x.shape
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    kernel = launch.load_kernel(
+    kernel = launch.compile_and_load_kernel(
         "moe_combine", "moe_combine", DTYPE_DEFINES[x.dtype], _COMBINE_THREADS, 0, x.get_device()
     )
     pointers = launch.data_pointers(by_pair, ids, inputs.topk_weights, inputs.shared, out)

@@ -18,7 +18,7 @@ _THREADS, _WARPS = 1024, 32
 
 def unavailable_reason(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason."""
-    return build.kernel_unavailable_reason(device_type, "moe_align", ())
+    return build.kernel_compile_failure_reason(device_type, "moe_align", ())
 
 
 def supports(topk_ids: torch.Tensor, block_size: int, experts: int) -> bool:
@@ -35,7 +35,7 @@ def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Te
     expert_ids = torch.empty(blocks, dtype=torch.int32, device=device)
     with torch.cuda.device(device):
         shared = (_WARPS + 1) * 4 * experts
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "moe_align", "moe_align", (), _THREADS, shared, topk_ids.get_device()
         )
         pointers = launch.data_pointers(topk_ids, sorted_ids, expert_ids)

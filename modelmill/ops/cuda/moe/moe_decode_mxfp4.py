@@ -78,7 +78,9 @@ class MoEDecodeConfig(NamedTuple):
             return -(-self.output_tiles_per_block // self.ways)
         return -(-stages_per_output_tile(product, top_k) // self.ways) * self.output_tiles_per_block
 
-    def with_ring(self, product: GroupedGemmSpec, top_k: int, room: int) -> MoEDecodeConfig | None:
+    def with_max_ring_stages(
+        self, product: GroupedGemmSpec, top_k: int, room: int
+    ) -> MoEDecodeConfig | None:
         """The same with as many stages as are of use and fit.
 
         None where a team would have one place for several stages. room: shared memory, exceeded
@@ -114,7 +116,7 @@ def select_config(
     fitting = [
         made
         for config in _candidate_configs(product, top_k, sms)
-        if (made := config.with_ring(product, top_k, room)) is not None
+        if (made := config.with_max_ring_stages(product, top_k, room)) is not None
     ]
 
     def preference(config: MoEDecodeConfig) -> tuple[int, ...]:
@@ -216,7 +218,7 @@ def _launch_product(
     macros = kernel_macros(
         product, config, top_k, gate_macro_value(inputs), shared=shared is not None
     )
-    kernel = launch.load_kernel(
+    kernel = launch.compile_and_load_kernel(
         "moe_decode_mxfp4", "moe_decode_mxfp4", macros, config.threads,
         config.shared_bytes(product, top_k), device, _CARVEOUT_PERCENT,
     )  # fmt: skip

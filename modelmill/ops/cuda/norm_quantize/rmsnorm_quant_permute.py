@@ -110,7 +110,7 @@ def rms_norm_quant(
         if rows < LARGE_M_MIN_ROWS and config is None:
             threads = -(-max(width, columns) // 256) * 32
             macros.append(f"SINGLE_ROW={int(rows == 1)}")
-            kernel = launch.load_kernel(
+            kernel = launch.compile_and_load_kernel(
                 "rmsnorm_quant_permute_small_m",
                 "rmsnorm_quant_permute_small_m",
                 tuple(macros),
@@ -130,7 +130,7 @@ def rms_norm_quant(
             threads_per_sm=1024 if residual is None else 512,
         )
         macros += [f"BLOCKS={config.blocks_per_sm}", f"STAGES={config.stages}"]
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "rmsnorm_quant_permute",
             "rmsnorm_quant_permute",
             tuple(macros),

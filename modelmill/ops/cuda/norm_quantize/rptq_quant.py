@@ -22,7 +22,7 @@ def unavailable_reason(device_type: str) -> str | None:
 
     Compiles the most common config (cached on disk).
     """
-    return build.kernel_unavailable_reason(
+    return build.kernel_compile_failure_reason(
         device_type,
         "rptq_quant",
         kernel_macros(torch.bfloat16, 128, gated=False, dynamic=True, has_zero_point=False),
@@ -82,7 +82,7 @@ def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
             fallback=fallback,
         )
         shared = width * 2 * _TOKENS_PER_BLOCK
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "rptq_quant", "rptq_quant", macros, _THREADS, shared, x.get_device()
         )
         pointers = launch.data_pointers(x, perm, inv_scale, zero_point, q, step, group_step)

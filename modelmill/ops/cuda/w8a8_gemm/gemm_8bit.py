@@ -44,7 +44,7 @@ def unavailable_reason(device_type: str) -> str | None:
 
     Compiles the most common config (cached on disk).
     """
-    return build.kernel_unavailable_reason(
+    return build.kernel_compile_failure_reason(
         device_type, "gemm_8bit", kernel_macros((1, 256, 0), torch.int8, torch.bfloat16)
     )
 
@@ -133,7 +133,7 @@ def _load_kernel(
     device: int,
 ) -> launch.CudaKernel:
     epilogue_macros = _EPILOGUE_MACROS[biased, gated]
-    return launch.load_kernel(
+    return launch.compile_and_load_kernel(
         "gemm_8bit",
         "gemm_8bit",
         kernel_macros(config, in_dtype, dtype, epilogue_macros),

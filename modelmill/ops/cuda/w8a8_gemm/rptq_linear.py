@@ -49,7 +49,7 @@ def unavailable_reason(device_type: str) -> str | None:
     common = _kernel_macros(
         torch.bfloat16, form, packed=False, offset=False, float32_scales=False, dynamic=False
     )
-    return build.kernel_unavailable_reason(device_type, "rptq_linear", common)
+    return build.kernel_compile_failure_reason(device_type, "rptq_linear", common)
 
 
 def config_for(tokens: int, dtype: torch.dtype) -> WqMmaKernelConfig:
@@ -112,7 +112,7 @@ def _run_mma(inputs: RptqLinearInputs) -> torch.Tensor:
             float32_scales=scale.dtype is torch.float32, dynamic=step.dim() == 2,
         )  # fmt: skip
         shared = form.shared_bytes(groups)
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "rptq_linear", "rptq_linear", macros, THREADS, shared, q.get_device()
         )
         pointers = launch.data_pointers(q, weight, scale, offset, step, constant, bias, out)

@@ -41,7 +41,7 @@ def unavailable_reason(device_type: str) -> str | None:
     Compiles the most common config (cached on disk).
     """
     common = _kernel_macros(torch.bfloat16, config_for(1), K_TILE, offset=True, gated=False)
-    return build.kernel_unavailable_reason(device_type, "int4_linear", common)
+    return build.kernel_compile_failure_reason(device_type, "int4_linear", common)
 
 
 def _fits_some_kernel(config: WqMmaKernelConfig, gated: bool, problem: GemmProblem) -> bool:
@@ -91,7 +91,7 @@ def int4_mma_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor
     groups = scale.shape[1]
     with torch.cuda.device(x.device):
         macros = _kernel_macros(x.dtype, form, piece, offset=offset is not None, gated=gated)
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "int4_linear", "int4_linear", macros, THREADS, form.shared_bytes(groups), x.get_device()
         )
         pointers = launch.data_pointers(x, weight, scale, offset, bias, out)

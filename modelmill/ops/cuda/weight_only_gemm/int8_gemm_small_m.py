@@ -106,7 +106,7 @@ def int8_mma_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor
         macros = kernel_macros(
             x.dtype, few, piece, offset=offset is not None, float32_scales=wide, gated=gated
         )
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "int8_gemm_small_m",
             "int8_gemm_small_m",
             macros,

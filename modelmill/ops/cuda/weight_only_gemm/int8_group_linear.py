@@ -23,7 +23,7 @@ def unavailable_reason(device_type: str) -> str | None:
     common = int8_gemm_small_m.kernel_macros(
         torch.bfloat16, form, weight_only.K_TILE, offset=False, float32_scales=False, gated=False
     )
-    return build.kernel_unavailable_reason(device_type, "int8_gemm_small_m", common)
+    return build.kernel_compile_failure_reason(device_type, "int8_gemm_small_m", common)
 
 
 warmup_sizes = wq_gemm_pipelined.warmup_sizes

@@ -25,7 +25,7 @@ def unavailable_reason(device_type: str) -> str | None:
     """
     common = wq_gemv.WqGemvSpec(8, int8_input=False, offset=False, float32_scales=True)
     plan = wq_gemv.plan_launch(common, (4096, 4096), 4096, 1, torch.bfloat16, gated=False)
-    return build.kernel_unavailable_reason(device_type, "wq_gemv", plan.macros)
+    return build.kernel_compile_failure_reason(device_type, "wq_gemv", plan.macros)
 
 
 def _as_single_group(

@@ -62,7 +62,7 @@ KERNEL_CONFIGS = (
     (64, WqMmaKernelConfig(8, 4, 1, 1)),
 )
 MAX_ROWS = KERNEL_CONFIGS[-1][0]
-MAX_BLOCKED_ROWS = 192
+ROW_BLOCK_KERNEL_MAX_ROWS = 192
 """Rows that are multiplied ``MAX_ROWS`` at a time: more are faster with a dequantized weight."""
 
 
@@ -139,7 +139,7 @@ def row_block_support_range(
             each.covers_ignoring_m(problem._replace(m=each.m[1])) for each in ranges
         )
 
-    return GemmSupportRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS), fits=fits)
+    return GemmSupportRange(m=(MAX_ROWS + 1, ROW_BLOCK_KERNEL_MAX_ROWS), fits=fits)
 
 
 def row_block_kernel(kernels: Sequence[Kernel]) -> Kernel:
@@ -164,4 +164,4 @@ def row_block_kernel(kernels: Sequence[Kernel]) -> Kernel:
             [multiply(inputs._replace(x=rows), problem._replace(m=len(rows))) for rows in blocks]
         )
 
-    return Kernel(GemmSupportRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS)), run)
+    return Kernel(GemmSupportRange(m=(MAX_ROWS + 1, ROW_BLOCK_KERNEL_MAX_ROWS)), run)

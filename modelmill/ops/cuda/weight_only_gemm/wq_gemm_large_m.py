@@ -27,7 +27,7 @@ _CLOCKS_PER_K_TILE_ROW, _CLOCKS_PER_K_TILE, _CLOCKS_PER_TILE, _CLOCKS_PER_LAUNCH
     4500,
     3000,
 )
-_TWO_LAUNCH_COST_FACTOR = 0.97  # a second launch is worth so much less than a single one's clocks
+_TWO_LAUNCH_EFFICIENCY = 0.97  # a second launch is worth so much less than a single one's clocks
 _MAX_ROWS_BY_FORMAT = {
     (4, 128): 2048,
     (4, 64): 1024,
@@ -110,16 +110,16 @@ def warmup_sizes(bits: int, max_rows: int) -> list[int]:
 
 
 @functools.lru_cache(1024)  # called at each launch
-def block_memory(spec: wq_gemm_tile.WqSpec, config: LargeMConfig) -> wq_gemm_tile.BlockMemory:
+def plan_block_smem(spec: wq_gemm_tile.WqSpec, config: LargeMConfig) -> wq_gemm_tile.BlockSmemPlan:
     """Shared memory of a block: the scales of two tiles, where there is room."""
-    memory = wq_gemm_tile.BlockMemory(spec, *config)
+    memory = wq_gemm_tile.BlockSmemPlan(spec, *config)
     double = memory._replace(scale_buffers=2)
     return double if config.split_k == 1 and double.num_stages > _MIN_STAGES else memory
 
 
 def fits_shared_memory(spec: wq_gemm_tile.WqSpec, config: LargeMConfig) -> bool:
     """Whether a block's scales leave room for K tiles enough."""
-    return block_memory(spec, config).fits(
+    return plan_block_smem(spec, config).fits(
         _MIN_K_TILES_PER_SPLIT, _MIN_STAGES, holds_results=config.split_k > 1
     )
 
@@ -164,7 +164,7 @@ def fastest_plan(
                     )
 
     def cost(plan: tuple[PlannedLaunch, ...]) -> float:
-        return sum(map(clocks, plan)) / (_TWO_LAUNCH_COST_FACTOR if len(plan) > 1 else 1)
+        return sum(map(clocks, plan)) / (_TWO_LAUNCH_EFFICIENCY if len(plan) > 1 else 1)
 
     return min(plans(), key=cost, default=())
 
@@ -182,7 +182,7 @@ def wq_gemm(
         for config, tiles in plan:
             wq_gemm_tile.launch_gemm(
                 "wq_gemm_large_m",
-                block_memory(spec, config),
+                plan_block_smem(spec, config),
                 kernel_macros(inputs.x.dtype, spec, config, gated=gated),
                 inputs,
                 out,
@@ -199,7 +199,7 @@ def kernel_macros(
     dtype: torch.dtype, spec: wq_gemm_tile.WqSpec, config: LargeMConfig, *, gated: bool
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
-    memory = block_memory(spec, config)
+    memory = plan_block_smem(spec, config)
     return (
         *memory.macros(gated=gated),
         f"SCALE_BUFFERS={memory.scale_buffers}",

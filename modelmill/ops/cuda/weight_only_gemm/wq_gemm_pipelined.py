@@ -22,7 +22,7 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
 )
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_tile import (
     SPLIT_K_CHOICES,
-    BlockMemory,
+    BlockSmemPlan,
     WeightTileRange,
     WqSpec,
     count_weight_tiles,
@@ -63,7 +63,7 @@ def smem_row_bytes(spec: WqSpec) -> int:
 
 def fits_shared_memory(split_k: int, spec: WqSpec, padded: int) -> bool:
     """Whether a block's scales leave room for K tiles enough."""
-    return BlockMemory(spec, padded, split_k).fits(_MIN_K_TILES_PER_SPLIT, _MIN_STAGES)
+    return BlockSmemPlan(spec, padded, split_k).fits(_MIN_K_TILES_PER_SPLIT, _MIN_STAGES)
 
 
 @functools.lru_cache(1024)  # called at each launch
@@ -120,7 +120,7 @@ def supported_problems(
         )
         for rows, config in config_row_ranges(KERNEL_CONFIGS)
     ]
-    blocks = row_block_support_range(few, functools.partial(_fits_above_max_rows, gated=gated))
+    blocks = row_block_support_range(few, functools.partial(_serves_above_max_rows, gated=gated))
     own = GemmSupportRange(
         m=(MAX_ROWS + 1, MAX_BLOCK_ROWS),
         k_multiple=PACK_COLUMNS,
@@ -131,7 +131,7 @@ def supported_problems(
     return (*few, blocks, own, *wq_gemm_large_m.support_ranges(scale_dtypes, gated=gated))
 
 
-def _fits_above_max_rows(problem: GemmProblem, *, gated: bool) -> bool:
+def _serves_above_max_rows(problem: GemmProblem, *, gated: bool) -> bool:
     """Whether more rows of x than ``MAX_ROWS`` are multiplied at once."""
     return _fits(problem, gated=gated) and wq_gemm_large_m.fits(problem, gated=gated)
 
@@ -196,9 +196,9 @@ def wq_gemm(inputs: GroupwiseLinearInputs, split_k: int, *, gated: bool) -> torc
     pitch = k_tiles * K_TILE + chunks * 64
     permuted = torch.empty((tokens, pitch), dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
-        memory = BlockMemory(spec, padded, split_k)
+        memory = BlockSmemPlan(spec, padded, split_k)
         macros = kernel_macros(x.dtype, split_k, spec, padded, gated=gated)
-        permute = launch.load_kernel(
+        permute = launch.compile_and_load_kernel(
             "wq_gemm_pipelined", "wq_permute_and_sum", macros, 256, 0, x.get_device()
         )
         counts = (tokens, columns, x.stride(0), pitch, k_tiles, groups, shift, units)
@@ -223,4 +223,4 @@ def kernel_macros(
     dtype: torch.dtype, split_k: int, spec: WqSpec, padded: int, *, gated: bool
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
-    return (*BlockMemory(spec, padded, split_k).macros(gated=gated), *DTYPE_DEFINES[dtype])
+    return (*BlockSmemPlan(spec, padded, split_k).macros(gated=gated), *DTYPE_DEFINES[dtype])

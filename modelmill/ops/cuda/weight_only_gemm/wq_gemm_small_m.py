@@ -197,7 +197,7 @@ def wq_gemm(inputs: GroupwiseLinearInputs, config: SmallMConfig, *, gated: bool)
     size = (problem.m, problem.n // 2 if gated else problem.n)
     out = torch.empty(size, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "wq_gemm_small_m",
             "wq_gemm_small_m",
             kernel_macros(x.dtype, spec, config, shift, gated=gated),

@@ -99,7 +99,7 @@ def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
     )
 
 
-class BlockMemory(NamedTuple):
+class BlockSmemPlan(NamedTuple):
     """Shared memory of a block of ``block_m`` rows of x that has 1 / ``split_k`` of K.
 
     scale_buffers: tiles whose scales it holds.
@@ -185,7 +185,7 @@ def empty_gemm_output(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> 
 
 def launch_gemm(
     kernel_name: str,
-    memory: BlockMemory,
+    memory: BlockSmemPlan,
     macros: tuple[str, ...],
     inputs: GroupwiseLinearInputs,
     out: torch.Tensor,
@@ -214,7 +214,7 @@ def launch_gemm(
     assert spec.log2_k_tiles_per_group is not None
     shift = spec.log2_k_tiles_per_group if spec.groups_per_tile == 1 else 0
     m_tiles = -(-tokens // memory.block_m)
-    kernel = launch.load_kernel(
+    kernel = launch.compile_and_load_kernel(
         kernel_name, kernel_name, macros, _THREADS, memory.shared_bytes, x.get_device()
     )
     x_map = launch.tensor_map(

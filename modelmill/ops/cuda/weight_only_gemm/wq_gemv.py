@@ -236,7 +236,7 @@ def wq_gemv(
     out = torch.empty((1, rows // 2 if gated else rows), dtype=dtype, device=x.device)
     device = x.get_device()
     with torch.cuda.device(x.device):
-        kernel = launch.load_kernel(
+        kernel = launch.compile_and_load_kernel(
             "wq_gemv", "wq_gemv", plan.macros, plan.threads, plan.shared_bytes, device
         )
         pointers = launch.data_pointers(x, scale, offset, *epilogue, out)

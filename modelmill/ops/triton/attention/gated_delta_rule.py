@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
-from modelmill.ops.recurrent_metadata import has_packed_operands
+from modelmill.ops.recurrent_metadata import has_contiguous_operands
 from modelmill.ops.triton.attention.recurrence_common import (
     MIN_DOT_SIZE,
     PRECISION,
@@ -58,7 +58,9 @@ STATE_COLUMNS_PER_PROGRAM = 32  # of a state in a program that computes single t
 def supports(inputs: GatedDeltaInputs) -> bool:
     """Sizes up to the limit; rows and states that lie together."""
     state = inputs.state
-    return state.shape[2] <= MAX_KEY_DIM and has_packed_operands(inputs.qkv, inputs.gates, state)
+    return state.shape[2] <= MAX_KEY_DIM and has_contiguous_operands(
+        inputs.qkv, inputs.gates, state
+    )
 
 
 def run(inputs: GatedDeltaInputs) -> torch.Tensor:

@@ -23,7 +23,7 @@ from modelmill.ops.triton.common.device import next_power_of_two, supports_fp8
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.dtype_convert import amax_to_scale, round_to_dtype
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_RANK, MAX_ROPE_DIM = 2048, 256
 CHANNEL_PAIRS_PER_PROGRAM = 512  # pairs of channels of queries that a program rotates
@@ -93,7 +93,7 @@ def _kernel(
     pair = tl.arange(0, HALF)
     pair_valid = pair < ROPE_DIM // 2
     slot = tl.load(slots_ptr + token)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     angle = token * (ROPE_DIM // 2) + pair
     cos = tl.load(cos_ptr + angle, mask=pair_valid, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=pair_valid, other=0.0)

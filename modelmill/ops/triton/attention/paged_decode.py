@@ -23,11 +23,11 @@ from modelmill.ops.triton.attention.score_mods import apply_softcap, load_log2_s
 from modelmill.ops.triton.common.dtype_convert import (
     log2,
     scale_to_unit_float16,
-    to_float16,
     to_float32,
-    unpack_pair,
+    unpack_8bit_pair_to_float16,
+    widen_8bit_to_float16,
 )
-from modelmill.ops.triton.common.pdl import pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_wait_and_trigger
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def paged_decode_kernel(
     n = tl.arange(0, BLOCK_N)[:, None] + BLOCK_N * tl.arange(0, TURNS)[None, :]
     d = tl.arange(0, BLOCK_D)
     offsets = key_offsets(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     if row_end - row != 1:
         return
     if SPLITS > 1 and begin >= end:  # the merge ignores splits without keys
@@ -178,7 +178,7 @@ def grouped_paged_decode_kernel(
     kv = kv_head.to(tl.int64) * head_stride
     n, d, g = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
     offsets = key_offsets(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     if row_end - row != 1:
         return
     if SPLITS > 1 and begin >= end:
@@ -223,7 +223,7 @@ def grouped_paged_decode_kernel(
             v = tl.load(
                 v_at + offsets[:, None], mask=valid[:, None] & dim_valid[None, :], other=0.0
             )
-        score = tl.dot(q, tl.trans(to_float16(k)))
+        score = tl.dot(q, tl.trans(widen_8bit_to_float16(k)))
         if SCALED:
             # The scale of a value is added to the exponent of its softmax weight, which is at most
             # 1 and so in the range of float16. The sum of the weights divides it out again.
@@ -246,12 +246,12 @@ def grouped_paged_decode_kernel(
         else:
             exp_sum = exp_sum * rescale + tl.sum(weight, axis=1)
         if PAIRED:
-            even_v, odd_v = unpack_pair(pair, v_dtype)
+            even_v, odd_v = unpack_8bit_pair_to_float16(pair, v_dtype)
             weight = weight.to(tl.float16)
             acc = tl.dot(weight, even_v, acc * rescale[:, None])
             acc_odd = tl.dot(weight, odd_v, acc_odd * rescale[:, None])
         else:
-            v = to_float16(v)
+            v = widen_8bit_to_float16(v)
             acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None])
         row_max = new_max
         offsets = next_offsets
@@ -285,7 +285,7 @@ def merge_splits_kernel(
     row_end = tl.load(starts_ptr + sequence + 1)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     begin, end = split_range(tl.load(lengths_ptr + sequence), s, WINDOW, SPLITS, MIN_KEYS)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     part = (sequence * HEADS + head).to(tl.int64) * SPLITS + s
     # Loaded in any case, so that the loads do not wait for the length; unused splits are masked
     # below.

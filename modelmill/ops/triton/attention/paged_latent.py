@@ -34,17 +34,17 @@ from modelmill.ops.triton.common.device import (
     next_power_of_two,
     sm_count,
 )
-from modelmill.ops.triton.common.dtype_convert import log2, to_float16, to_float32
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.dtype_convert import log2, to_float32, widen_8bit_to_float16
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_SPLITS = 64
 MAX_VALUE_DIM, MAX_ROTARY_DIM = 512, 64  # channels that are values, and the others
 MERGE_CHANNELS = 64  # that a program of the merge computes
-PDL_NOMINAL_ROWS = 2  # one variant for every batch
+PDL_PLACEHOLDER_ROWS = 2  # one variant for every batch
 WGMMA_TILE_ROWS = 64  # of a tile whose operands wgmma reads from shared memory
 
 
-class LatentTile(NamedTuple):
+class LatentLaunchConfig(NamedTuple):
     """How a step is divided.
 
     Attributes:
@@ -88,7 +88,7 @@ def _attend_sequences(
     (tokens, heads, dim), batch, value_dim = q.shape, tables.shape[0], inputs.output_dim
     if out is None:
         out = torch.empty((tokens, heads * value_dim), dtype=q.dtype, device=q.device)
-    tile = _latent_tile(q, k, max_query)
+    tile = _select_latent_launch_config(q, k, max_query)
     rows = max_query * heads  # of a sequence, at most
     blocks = -(-rows // tile.rows)
     splits = _num_splits(tile, blocks * batch, inputs.max_context, q.device)
@@ -98,7 +98,7 @@ def _attend_sequences(
     parts = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     scale = q if inputs.k_scale is None else inputs.k_scale
-    pdl = pdl_launch_options(q.device, PDL_NOMINAL_ROWS)
+    pdl = pdl_launch_options(q.device, PDL_PLACEHOLDER_ROWS)
     counts: dict[str, Any] = {
         "HEADS": heads, "VALUE_DIM": value_dim, "MIN_QUERY": min_query, "MAX_QUERY": max_query > 1,
     }  # fmt: skip
@@ -126,13 +126,15 @@ def _pad_tile_channels(channels: int) -> int:
     return max(16, next_power_of_two(channels))
 
 
-def _num_splits(tile: LatentTile, programs: int, keys: int, device: torch.device) -> int:
+def _num_splits(tile: LatentLaunchConfig, programs: int, keys: int, device: torch.device) -> int:
     """Programs that share a context: as many as fit at once, none without keys."""
     splits = tile.per_sm * sm_count(device) // programs
     return max(1, min(splits, -(-keys // tile.split_keys), MAX_SPLITS))
 
 
-def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile:
+def _select_latent_launch_config(
+    q: torch.Tensor, k: torch.Tensor, max_query: int
+) -> LatentLaunchConfig:
     """The tile of a step, as measured on an H200; else the largest that compiles with few spills.
 
     Of n stages Triton keeps n − 1 blocks in shared memory: with 3 of them a block is loaded while
@@ -140,17 +142,17 @@ def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile
     """
     shared = max_shared_bytes(q.device)
     if q.dtype == torch.float32:
-        return LatentTile(16, 16, 4, 1, 2 if shared >= 160 << 10 else 1, 64)
+        return LatentLaunchConfig(16, 16, 4, 1, 2 if shared >= 160 << 10 else 1, 64)
     rows, same = max_query * q.shape[1], k.dtype == q.dtype
     # Queries beside the accumulator are too many registers, unless wgmma reads them from shared
     # memory. Tiles of 8-bit pages are then converted once, not by each warp for its operands.
     if rows > 32 and has_wgmma(q.device):
-        return LatentTile(WGMMA_TILE_ROWS, 64, 8, 2, 1, 128)
+        return LatentLaunchConfig(WGMMA_TILE_ROWS, 64, 8, 2, 1, 128)
     if rows > 16:  # 110 KiB, or 72 with one block or 8-bit pages
-        return LatentTile(32, 32, 8, 2 if same and shared < 112 << 10 else 3, 1, 64)
+        return LatentLaunchConfig(32, 32, 8, 2 if same and shared < 112 << 10 else 3, 1, 64)
     # 91 KiB, or 54 with 8-bit pages
     per_sm = 2 if shared >= (184 << 10 if same else 110 << 10) else 1
-    return LatentTile(16, 32, 4, 3, per_sm, 64)
+    return LatentLaunchConfig(16, 32, 4, 3, per_sm, 64)
 
 
 @triton.jit
@@ -196,7 +198,7 @@ def paged_latent_kernel(
     begin = split * share
     end = tl.minimum(begin + share, context)
     page = _load_page_numbers(tables_ptr, tl.maximum(begin, 0) + n, columns, PAGE)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     if count < MIN_QUERY:
         return
     if count > 1 and not MAX_QUERY:
@@ -238,11 +240,14 @@ def paged_latent_kernel(
             rotary_at + offsets[:, None], mask=valid[:, None] & r_valid[None, :], other=0.0
         )
         if DIRECT:
-            latent, rotary = to_float16(latent).to(q_v.dtype), to_float16(rotary).to(q_v.dtype)
+            latent, rotary = (
+                widen_8bit_to_float16(latent).to(q_v.dtype),
+                widen_8bit_to_float16(rotary).to(q_v.dtype),
+            )
         elif SCALED and q_v.dtype == tl.float32:
             latent, rotary = to_float32(latent), to_float32(rotary)
         else:
-            latent, rotary = to_float16(latent), to_float16(rotary)
+            latent, rotary = widen_8bit_to_float16(latent), widen_8bit_to_float16(rotary)
         score = tl.dot(q_v, tl.trans(latent), input_precision="ieee")
         score = tl.dot(q_r, tl.trans(rotary), score, input_precision="ieee") * scale
         if SCALED:
@@ -288,7 +293,7 @@ def merge_latent_splits_kernel(
     sequence, query = tl.program_id(1), tl.program_id(2)
     first = tl.load(starts_ptr + sequence).to(tl.int64)
     count = tl.load(starts_ptr + sequence + 1) - first
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     if count < MIN_QUERY or query >= count:
         return
     if count > 1 and not MAX_QUERY:

@@ -17,7 +17,11 @@ import triton.language as tl
 
 from modelmill.ops.triton.attention.paged_decode import key_offsets, offsets_as_unsigned
 from modelmill.ops.triton.attention.score_mods import apply_softcap, load_log2_scaled_head_values
-from modelmill.ops.triton.common.dtype_convert import scale_to_unit_float16, to_float16, to_float32
+from modelmill.ops.triton.common.dtype_convert import (
+    scale_to_unit_float16,
+    to_float32,
+    widen_8bit_to_float16,
+)
 
 
 @triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
@@ -154,7 +158,10 @@ def attend_key_block(
         if q.dtype == tl.float32:
             k, v = to_float32(k) * k_scale, to_float32(v) * v_scale
         else:
-            k, v = to_float16(k) * k_scale.to(tl.float16), to_float16(v) * v_scale.to(tl.float16)
+            k, v = (
+                widen_8bit_to_float16(k) * k_scale.to(tl.float16),
+                widen_8bit_to_float16(v) * v_scale.to(tl.float16),
+            )
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP > 0:
         score = apply_softcap(score * scale, SOFTCAP)

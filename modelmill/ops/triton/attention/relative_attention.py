@@ -31,13 +31,13 @@ import triton.language as tl
 
 from modelmill.ops.triton.attention.online_softmax import softmax_weights
 from modelmill.ops.triton.common.device import max_shared_bytes, next_power_of_two
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # queries, keys, warps, stages of a program; maximum registers per thread, or 0
 AttentionLaunchConfig = tuple[int, int, int, int, int]
 MAX_QUERIES_PER_PROGRAM = 64  # of a program
-OTHER_SHARED_BYTES = 32 << 10
+NON_TABLE_SHARED_BYTES = 32 << 10
 
 
 def split_head_dim(dim: int) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def table_fits_shared_memory(qkv: torch.Tensor, window: tuple[int, int]) -> bool
     row_bytes = max(
         qkv.element_size() * sum(split_head_dim(qkv.shape[-1])), 4 * MAX_QUERIES_PER_PROGRAM
     )
-    return offsets * row_bytes + OTHER_SHARED_BYTES <= max_shared_bytes(qkv.device)
+    return offsets * row_bytes + NON_TABLE_SHARED_BYTES <= max_shared_bytes(qkv.device)
 
 
 def windowed_attention(
@@ -145,7 +145,7 @@ def _windowed_kernel(
     # only queries inside the image are counted
     valid_width = tl.minimum(WIDE, width - left)
     queries = tl.minimum(TALL, height - top) * valid_width
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     first = tl.program_id(0) * BLOCK_M
     if first < queries:
         query = first + tl.arange(0, BLOCK_M)
@@ -323,7 +323,7 @@ def _global_kernel(
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     query_valid = query < TALL * WIDE
     base = qkv_ptr + batch * batch_stride + head * head_stride
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     q, q_rest = _load_rows(
         base + query // WIDE * y_stride + query % WIDE * x_stride, query_valid, DIM, MAIN, REST
     )
@@ -410,7 +410,7 @@ def _score_table_kernel(
     table, table_rest = _load_rows(
         table_ptr + (line - key_index + lines - 1) * DIM, key_index < lines, DIM, MAIN, REST
     )
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     at = (
         qkv_ptr
         + batch * batch_stride

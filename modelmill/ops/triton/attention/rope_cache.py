@@ -23,7 +23,7 @@ from modelmill.ops.triton.common.device import as_rows, next_power_of_two, suppo
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.dtype_convert import amax_to_scale, round_to_dtype
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 QUANT_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -108,7 +108,7 @@ def _kernel(
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = head >= HEADS + KV_HEADS
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     source = qkv_ptr + token * stride + head * DIM + d
     a = tl.load(source, mask=inside, other=0.0)
     b = tl.load(source + DIM // 2, mask=inside, other=0.0)

@@ -20,7 +20,7 @@ from modelmill.ops.rope_cos_sin import RopeCosSinInputs
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 VALUES_PER_PROGRAM = 512  # cos and sin values per program
 ROUNDING_CODES_BY_DTYPE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -81,7 +81,7 @@ def _kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
     row_valid = row < tokens
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     position = tl.load(positions_ptr + row, mask=row_valid, other=0).to(tl.float32)
     at = column[None, :] + tl.zeros((ROWS, 1), tl.int64)
     if KEYED:

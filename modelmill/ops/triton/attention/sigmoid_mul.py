@@ -18,7 +18,7 @@ from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import plan_elementwise_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 
 def supports(x: torch.Tensor, gate: torch.Tensor) -> bool:
@@ -53,7 +53,7 @@ def _kernel(
     x_ptr, gate_ptr, out_ptr, count, BLOCK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     # a mask of a number that the compiler does not know would make each load one of 2 bytes
     inside = None if EVEN else at < count
     x = tl.load(x_ptr + at, mask=inside)

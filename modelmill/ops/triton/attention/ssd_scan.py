@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.recurrent_metadata import has_packed_operands
+from modelmill.ops.recurrent_metadata import has_contiguous_operands
 from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.ops.triton.attention.recurrence_common import (
     MIN_DOT_SIZE,
@@ -58,7 +58,9 @@ HEADS_PER_SCORE_PROGRAM = 8  # heads of a program that share the products of B a
 def supports(inputs: SSDScanInputs) -> bool:
     """Sizes up to the limit; rows and states that lie together."""
     state = inputs.state
-    return state.shape[3] <= MAX_STATE_SIZE and has_packed_operands(inputs.xbc, inputs.dt, state)
+    return state.shape[3] <= MAX_STATE_SIZE and has_contiguous_operands(
+        inputs.xbc, inputs.dt, state
+    )
 
 
 def run(inputs: SSDScanInputs) -> torch.Tensor:

@@ -21,7 +21,7 @@ _MIN_AMAX = tl.constexpr(1e-6)
 
 
 def _int8_to_float16_asm(first: str, second: str) -> str:
-    """PTX that converts four int8 to two pairs of float16 (see ``to_float16``).
+    """PTX that converts four int8 to two pairs of float16 (see ``widen_8bit_to_float16``).
 
     first, second: selectors of prmt, the two bytes of each pair.
     """
@@ -62,7 +62,7 @@ _INT8_TO_FLOAT32_ASM = tl.constexpr("""{
 
 
 @triton.jit
-def to_float16(x):
+def widen_8bit_to_float16(x):
     """Convert int8 or fp8 (e4m3) to float16, exactly; other types are returned unchanged.
 
     An int8 b with its sign bit flipped, combined with the exponent of 2¹⁰, reads as the float16 2¹⁰
@@ -83,7 +83,7 @@ def to_float16(x):
 
 
 @triton.jit
-def unpack_pair(pair, dtype: tl.constexpr):
+def unpack_8bit_pair_to_float16(pair, dtype: tl.constexpr):
     """Unpack int16 that hold two values of an 8-bit ``dtype`` to (first, second) as float16.
 
     A matrix in shared memory can be read transposed in units of 16 bits, not of 8.
@@ -103,7 +103,7 @@ def unpack_pair(pair, dtype: tl.constexpr):
 
 @triton.jit
 def to_float32(x):
-    """Convert any type to float32; int8 as in ``to_float16``, with the exponent of 2²³."""
+    """Convert to float32; int8 as in ``widen_8bit_to_float16``, with the exponent of 2²³."""
     if x.dtype == tl.int8 and _ASSEMBLY:
         return tl.inline_asm_elementwise(
             _INT8_TO_FLOAT32_ASM, "=r,=r,=r,=r,r", args=[x], dtype=tl.float32, is_pure=True, pack=4

@@ -15,10 +15,11 @@ Used by: add_rms_norm.py, argmax.py, branches_add_rms_norm.py, custom_all_reduce
     silu_mul_quant.py
 
 A kernel launched with ``**pdl_launch_options(device, rows)`` may start before the previous kernel
-has ended. Until ``pdl_wait`` returns it may only read what no kernel of the step writes: weights,
-page tables, lengths; behind a kernel launched with ``after_wait`` also what the kernels before that
-one wrote. A matrix product can thus load its first weights while a norm or attention
-kernel computes. Every program must call ``pdl_wait`` before it returns, so that the end of a kernel
+has ended. Until ``pdl_wait_and_trigger`` returns it may only read what no kernel of the step
+writes: weights, page tables, lengths; behind a kernel launched with ``after_wait`` also what the
+kernels before that one wrote. A matrix product can thus load its first weights while a norm or
+attention kernel computes. Every program must call ``pdl_wait_and_trigger`` before it returns, so
+that the end of a kernel
 implies the end of all kernels before it.
 """
 
@@ -55,7 +56,7 @@ def pdl_launch_options(
 
 
 @triton.jit
-def pdl_wait(PDL: tl.constexpr):
+def pdl_wait_and_trigger(PDL: tl.constexpr):
     """Trigger the launch of the next kernel as PDL requires, and wait for the previous kernels."""
     if PDL == 1:
         gdc_launch_dependents()

@@ -33,7 +33,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 # per kernel; each exchanges one row of a sum or one block of a gather at a time
 MAX_PROGRAMS = 128
@@ -227,7 +227,7 @@ def _all_reduce_kernel(
     stop = stop_ptr.to(tl.int64) + at.to(tl.int64) * 0
     if NORM:
         weight = tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + at)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     number = tl.load(count_ptr + program)
     for row in range(program, rows, PROGRAMS):
         number += 1
@@ -296,7 +296,7 @@ def _all_gather_kernel(
     word = tl.arange(0, BLOCK)
     x32, out32 = x_ptr.to(tl.pointer_type(tl.int32)), out_ptr.to(tl.pointer_type(tl.int32))
     stop = stop_ptr.to(tl.int64) + word.to(tl.int64) * 0
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     number = tl.load(count_ptr + program)
     for item in range(program, items, PROGRAMS):
         number += 1

@@ -34,7 +34,7 @@ from modelmill.ops.triton.common.device import unavailable_reason as unavailable
 from modelmill.ops.triton.common.dtype_convert import int8_to_float32
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_ROWS = 16
 
@@ -122,7 +122,7 @@ def _gemv_kernel(
         w = tl.load(source, eviction_policy="evict_first")
     else:
         w = tl.load(source, mask=(column < k)[None, :], other=0.0, eviction_policy="evict_first")
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     if ONCE:
         total = _partial_products(w, x_ptr + column, column < k, SCALE and ASSEMBLY, EVEN)
     else:
@@ -209,7 +209,7 @@ def _gemm_kernel(
     # wait for it.
     if AHEAD:
         first_w = tl.load(weight_at, mask=(column < k)[None, :], other=0.0)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     if AHEAD:
         first_x = tl.load(x_at, mask=(token < tokens)[None, :] & (column < k)[:, None], other=0.0)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)

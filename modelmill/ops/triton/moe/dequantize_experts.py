@@ -24,7 +24,7 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import total_memory
 
 
-def is_dequantizing_faster(inputs: FusedMoEInputs, min_pairs: int) -> bool:
+def should_dequantize_experts(inputs: FusedMoEInputs, min_pairs: int) -> bool:
     """Whether each expert has so many pairs, and the GPU memory for a matrix in 16 bits.
 
     Not in a CUDA graph, which would keep that memory.

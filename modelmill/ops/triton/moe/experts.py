@@ -30,7 +30,7 @@ def uses_pair_kernel(
     return tokens == 1 or few or inputs.x.dtype == torch.float32
 
 
-def supports_layout(inputs: FusedMoEInputs, *, ungated: bool = False) -> bool:
+def supports_moe_operands(inputs: FusedMoEInputs, *, ungated: bool = False) -> bool:
     """16-bit or float32 x with packed rows and routing; weights and biases expert by expert.
 
     ungated: whether the kernel serves experts without a gate, too.

@@ -16,12 +16,12 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import supports_fp8
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe import experts
-from modelmill.ops.triton.moe.experts import has_8bit_weights_and_scales, supports_layout
+from modelmill.ops.triton.moe.experts import has_8bit_weights_and_scales, supports_moe_operands
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; fp8 (e4m3) weights with float32 scales."""
-    supported = supports_layout(inputs, ungated=True) and has_8bit_weights_and_scales(
+    supported = supports_moe_operands(inputs, ungated=True) and has_8bit_weights_and_scales(
         inputs, torch.float8_e4m3fn
     )
     return supported and supports_fp8(inputs.x.device)

@@ -14,12 +14,13 @@ from __future__ import annotations
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe.experts import run as run
-from modelmill.ops.triton.moe.experts import supports_layout
+from modelmill.ops.triton.moe.experts import supports_moe_operands
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands of one dtype."""
     dtype = inputs.x.dtype
     return (
-        supports_layout(inputs, ungated=True) and inputs.gate_up.dtype == inputs.down.dtype == dtype
+        supports_moe_operands(inputs, ungated=True)
+        and inputs.gate_up.dtype == inputs.down.dtype == dtype
     )

@@ -22,7 +22,7 @@ from modelmill.ops.fused_topk import NO_EXPERT, SIGMOID, SPARSE_MIXER, FusedTopk
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_EXPERTS = 1024
 NO_KEY = tl.constexpr(-(2**63))  # behind all keys
@@ -86,7 +86,7 @@ def _kernel(
     logits_ptr += token * experts
     expert = tl.arange(0, BLOCK_E)
     inside = expert < experts
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     logit = tl.load(logits_ptr + expert, mask=inside, other=float("-inf"))
     largest = tl.max(logit, axis=0)
     total = tl.sum(tl.exp(logit - largest), axis=0)

@@ -26,7 +26,7 @@ import triton.language as tl
 from modelmill.ops.fused_moe import RELU2, FusedMoEInputs
 from modelmill.ops.triton.common.device import max_shared_bytes, next_power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.moe import moe_align_block_size
 from modelmill.ops.triton.moe.moe_decode import (
     gate_constants,
@@ -184,7 +184,7 @@ def _grouped_kernel(
 ):  # fmt: skip
     # the first product of an expert without a gate has one matrix
     HAS_UP: tl.constexpr = GATED and GATE != _RELU2
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, GROUP)
     if expert >= 0:
         position, pair, source = load_block_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
@@ -308,7 +308,7 @@ def _sum_expert_outputs_kernel(
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot

@@ -27,7 +27,7 @@ import triton.language as tl
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.moe import dequantize_experts, grouped_gemm, moe_align_block_size
 from modelmill.ops.triton.moe.grouped_gemm import (
     GROUP,
@@ -96,7 +96,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         if has_mxfp4_weights(inputs)
         else DEQUANT_MIN_PAIRS_PER_EXPERT
     )
-    if dequantize_experts.is_dequantizing_faster(inputs, min_pairs):
+    if dequantize_experts.should_dequantize_experts(inputs, min_pairs):
         return grouped_gemm.run(inputs, dequantize=_replace_with_dequantized_weight)
     x, ids = inputs.x, inputs.topk_ids
     (tokens, hidden), top_k, experts = x.shape, ids.shape[1], len(inputs.gate_up)
@@ -166,7 +166,7 @@ def _grouped_kernel(
     EVEN: tl.constexpr, CODE_BIAS: tl.constexpr, TILE_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, TILE_GROUP)
     if expert >= 0:
         position, pair, source = load_block_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)

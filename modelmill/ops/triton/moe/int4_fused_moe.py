@@ -20,7 +20,7 @@ from modelmill.ops.triton.moe import grouped_gemm_int4, moe_decode_int4
 from modelmill.ops.triton.moe.experts import (
     PAIR_KERNEL_MAX_PAIRS_PER_EXPERT_4BIT,
     PAIR_KERNEL_MAX_TOKENS_4BIT,
-    supports_layout,
+    supports_moe_operands,
     uses_pair_kernel,
 )
 
@@ -32,7 +32,7 @@ SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.uint8, ungated=False),)
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; grids of one layout; columns that need no padding."""
     inner, hidden = inputs.gate_up.shape[1] // 2, inputs.x.shape[-1]
-    if not supports_layout(inputs) or inner % _PACK_COLUMNS or hidden % _PACK_COLUMNS:
+    if not supports_moe_operands(inputs) or inner % _PACK_COLUMNS or hidden % _PACK_COLUMNS:
         return False
     if inputs.gate_up.dtype != torch.uint8 or inputs.down.dtype != torch.uint8:
         return False

@@ -16,7 +16,7 @@ import torch
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoESupportRange
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.moe.experts import has_8bit_weights_and_scales, supports_layout
+from modelmill.ops.triton.moe.experts import has_8bit_weights_and_scales, supports_moe_operands
 from modelmill.ops.triton.moe.experts import run as run
 
 SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.int8),)
@@ -24,4 +24,6 @@ SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.int8),)
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; int8 weights with float32 scales."""
-    return supports_layout(inputs, ungated=True) and has_8bit_weights_and_scales(inputs, torch.int8)
+    return supports_moe_operands(inputs, ungated=True) and has_8bit_weights_and_scales(
+        inputs, torch.int8
+    )

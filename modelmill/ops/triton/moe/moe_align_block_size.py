@@ -22,7 +22,7 @@ from modelmill.ops.moe_align_block_size import NO_EXPERT, max_expert_blocks
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_EXPERTS = 1024
 _PAIRS_PER_PROGRAM = 128  # pairs of a program
@@ -74,7 +74,7 @@ def _count_kernel(
     """Counts of a chunk by expert; fills a part of the sorted pairs with padding."""
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=NONE)
     live = ids != NONE
     counts = tl.histogram(tl.where(live, ids, 0), BLOCK_E, mask=live)
@@ -93,7 +93,7 @@ def _scatter_kernel(
     """Puts each pair of a chunk in its place; names the experts of a part of the blocks."""
     chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = tl.zeros([BLOCK_E], tl.int32)
     before = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, chunks, ROWS):

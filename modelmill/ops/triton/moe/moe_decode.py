@@ -31,7 +31,7 @@ from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.dtype_convert import to_float32
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.norm_quantize import quantize
 
 DecodeLaunchConfig = tuple[int, int, int]
@@ -164,7 +164,7 @@ def _gate_up_kernel(
     # rows past the end repeat the last one: a load without a mask is faster
     weight_row = tl.minimum(row, inner - 1)
     column = tl.arange(0, BLOCK_K)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     expert, columns = load_pair_expert(ids_ptr, pair, k, SKIPS)
     gate_at = weight_ptr + expert * expert_stride + weight_row[:, None] * stride + column[None, :]
     up_at = gate_at + inner.to(tl.int64) * stride
@@ -256,7 +256,7 @@ def _down_kernel(
         second = _load_down_tile(weight_at, live, column, BLOCK_K, k, ALL)
     if EARLY > 2:
         third = _load_down_tile(weight_at, live, column, 2 * BLOCK_K, k, ALL)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = _down_products(first, inner_at, live, column, 0, k, ALL)
     if EARLY > 1:
         total += _down_products(second, inner_at, live, column, BLOCK_K, k, ALL)

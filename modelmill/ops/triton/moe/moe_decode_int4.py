@@ -25,7 +25,7 @@ import triton.language as tl
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import INTERPRETED, next_power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.moe.moe_decode import (
     DecodeLaunchConfig,
     activate_and_store,
@@ -180,7 +180,7 @@ def _gate_up_kernel(
     row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end repeat the last one
     weight_row = tl.minimum(row, inner - 1)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     expert, columns = load_pair_expert(ids_ptr, pair, k, SKIPS)
     experts = expert + tl.arange(0, 1)
     x_at = x_ptr + (pair // TOP_K + tl.arange(0, 1)) * x_stride
@@ -191,7 +191,7 @@ def _gate_up_kernel(
     gates = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     ups = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     for start in range(0, columns // 8, WORDS):
-        x = _load_x_and_run_sums(x_at, inside, start, k, E2M1, EVEN, WORDS)
+        x = _load_x_and_block_sums(x_at, inside, start, k, E2M1, EVEN, WORDS)
         gates += _load_weights_and_multiply(
             x, weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, runs,
             E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
@@ -241,18 +241,18 @@ def _down_kernel(
             weight_at, scale_at, offset_at, weight_row, live, 2 * WORDS, k, groups, runs,
             OFFSET, GROUP, ALL, WORDS,
         )  # fmt: skip
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = _dequantized_products(
-        _load_x_and_run_sums(inner_at, live, 0, k, E2M1, ALL, WORDS), first, E2M1, OFFSET, ZERO
+        _load_x_and_block_sums(inner_at, live, 0, k, E2M1, ALL, WORDS), first, E2M1, OFFSET, ZERO
     )
     if EARLY > 1:
-        x = _load_x_and_run_sums(inner_at, live, WORDS, k, E2M1, ALL, WORDS)
+        x = _load_x_and_block_sums(inner_at, live, WORDS, k, E2M1, ALL, WORDS)
         total += _dequantized_products(x, second, E2M1, OFFSET, ZERO)
     if EARLY > 2:
-        x = _load_x_and_run_sums(inner_at, live, 2 * WORDS, k, E2M1, ALL, WORDS)
+        x = _load_x_and_block_sums(inner_at, live, 2 * WORDS, k, E2M1, ALL, WORDS)
         total += _dequantized_products(x, third, E2M1, OFFSET, ZERO)
     for start in range(EARLY * WORDS, k // 8, WORDS):
-        x = _load_x_and_run_sums(inner_at, live, start, k, E2M1, ALL, WORDS)
+        x = _load_x_and_block_sums(inner_at, live, start, k, E2M1, ALL, WORDS)
         total += _load_weights_and_multiply(
             x, weight_at, scale_at, offset_at, weight_row, live, start, k, groups, runs,
             E2M1, OFFSET, ZERO, GROUP, ALL, WORDS,
@@ -278,7 +278,7 @@ def _load_weights_and_multiply(
 
 
 @triton.jit
-def _load_x_and_run_sums(
+def _load_x_and_block_sums(
     x_at, live, start, k, E2M1: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
     """The columns of words [S, WORDS, 8], and their float32 sums by runs [S, WORDS / 4].
@@ -342,7 +342,7 @@ def _load_weights(
 def _dequantized_products(x, weights, E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr):
     """Dequantized products of runs of 32 columns: [N, S, WORDS / 4].
 
-    x: of _load_x_and_run_sums; weights: of _load_weights.
+    x: of _load_x_and_block_sums; weights: of _load_weights.
     """
     words, scale, offset = weights
     columns, sums = x

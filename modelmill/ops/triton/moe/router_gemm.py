@@ -20,12 +20,12 @@ from modelmill.ops.kernel_support import HALF_DTYPES
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_GEMV_ROWS = 16
 # (tokens, experts, columns) of a program on tensor cores
 _FEW_ROWS_TILE, _MANY_ROWS_TILE = (16, 16, 256), (32, 64, 128)
-_MANY_ROWS = 2048
+_MANY_ROWS_TILE_MIN_ROWS = 2048
 
 
 def supports(
@@ -59,7 +59,7 @@ def run(
             {"num_warps": 4, "launch_pdl": pdl["launch_pdl"]},
         )  # fmt: skip
         return out
-    rows, columns, depth = _FEW_ROWS_TILE if tokens < _MANY_ROWS else _MANY_ROWS_TILE
+    rows, columns, depth = _FEW_ROWS_TILE if tokens < _MANY_ROWS_TILE_MIN_ROWS else _MANY_ROWS_TILE
     block = min(depth, max(16, next_power_of_two(k)))
     _gemm_launcher(
         (-(-experts // columns), -(-tokens // rows), 1), tensors,
@@ -84,7 +84,7 @@ def _gemv_kernel(
         w = tl.load(source)
     else:
         w = tl.load(source, mask=column < k, other=0.0)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, k, BLOCK_K):
         left = k - start
@@ -110,7 +110,7 @@ def _gemm_kernel(
     weight_at = weight_ptr + tl.minimum(expert, experts - 1)[:, None] * stride + column[None, :]
     row = tl.minimum(token, tokens - 1).to(tl.int64)
     x_at = x_ptr + row[:, None] * x_stride + column[None, :]
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     for start in range(0, k, BLOCK_K):
         if EVEN:

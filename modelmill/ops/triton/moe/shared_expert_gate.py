@@ -19,7 +19,7 @@ from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_WIDTH = 16384
 
@@ -60,7 +60,7 @@ def _kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     expert = tl.load(expert_ptr + token * expert_stride + column, mask=inside, other=0.0)
     gate = 1.0 / (1.0 + tl.exp(-tl.sum(x * weight, axis=0)))

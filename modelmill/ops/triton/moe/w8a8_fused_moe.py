@@ -16,12 +16,14 @@ import torch
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.moe import experts
-from modelmill.ops.triton.moe.experts import has_8bit_weights_and_scales, supports_layout
+from modelmill.ops.triton.moe.experts import has_8bit_weights_and_scales, supports_moe_operands
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; int8 weights with float32 scales."""
-    return supports_layout(inputs, ungated=True) and has_8bit_weights_and_scales(inputs, torch.int8)
+    return supports_moe_operands(inputs, ungated=True) and has_8bit_weights_and_scales(
+        inputs, torch.int8
+    )
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:

@@ -18,7 +18,7 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import as_rows
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_wait_and_trigger
 from modelmill.ops.triton.norm_quantize.rms_norm import (
     MAX_WIDTH,
     launch_row_kernel,
@@ -48,7 +48,7 @@ def _kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, column, inside, weight = load_row_indices_and_weight(weight_ptr, rows, width, ROWS, BLOCK)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
     residual = tl.load(
         residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0

@@ -20,7 +20,7 @@ from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import plan_row_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.norm_quantize.rms_norm import (
     MAX_WIDTH,
     load_row_indices_and_weight,
@@ -67,7 +67,7 @@ def _kernel(
 ):  # fmt: skip
     row, column, inside, weight = load_row_indices_and_weight(weight_ptr, rows, width, ROWS, BLOCK)
     at = row[:, None] * width + column[None, :]
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     # rounded to x's dtype after each step, as single ops would do
     if TWO:

@@ -21,7 +21,7 @@ from modelmill.ops.kernel_support import HALF_AND_FLOAT32_DTYPES
 from modelmill.ops.triton.common.device import plan_row_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_GROUP = 16384
 
@@ -76,7 +76,7 @@ def _kernel(
     if NORMS:
         at = first + column if BY_CHANNEL else column + 0 * row
         weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + row * group + column, mask=inside, other=0.0)
     gate_at = gate_ptr + row // groups * gate_stride + first + column
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)

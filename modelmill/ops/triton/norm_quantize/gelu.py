@@ -19,7 +19,7 @@ import triton.language as tl
 from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import INTERPRETED, plan_elementwise_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 SUPPORTED_PROBLEMS = (RowOpSupportRange(),)
 
@@ -53,7 +53,7 @@ def _kernel(
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     tl.store(
         out_ptr + at, gelu_value(x.to(tl.float32), APPROXIMATE, ASSEMBLY).to(x.dtype), mask=inside

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.common.device import INTERPRETED, as_rows
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.norm_quantize.gelu import gelu_value
 from modelmill.ops.triton.norm_quantize.layer_norm_quant import (
     SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
@@ -68,7 +68,7 @@ def _kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column, rest_column = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 16))
     row_valid = row < rows
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     y = _load_gelu(x_ptr + row * stride, row_valid, column, width, APPROXIMATE, ASSEMBLY)
     rest = y
     if REST:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.common.device import plan_elementwise_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.norm_quantize.gelu import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.norm_quantize.gelu import supports as supports
 
@@ -40,7 +40,7 @@ def run(x: torch.Tensor) -> torch.Tensor:
 def _kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     x32 = x.to(tl.float32)
     # (1 + tanh u) / 2 = sigmoid(2u): nothing cancels for small or very negative u.

@@ -17,7 +17,7 @@ import triton.language as tl
 from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import as_rows, plan_row_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.norm_quantize.rms_norm import MAX_WIDTH
 
 SUPPORTED_PROBLEMS = (RowOpSupportRange(max_width=MAX_WIDTH),)
@@ -46,7 +46,7 @@ def _kernel(
     inside = (row < rows)[:, None] & (column < width)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     x32 = x.to(tl.float32)
     mean = tl.sum(x32, axis=1) / width

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import as_rows, next_power_of_two
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.norm_quantize.output_dtype_support import supports_output_dtype
 from modelmill.ops.triton.norm_quantize.quantize_rows import (
     scale_and_round_8bit,
@@ -91,7 +91,7 @@ def _layer_norm_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column, rest_column = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 16))
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x_at, residual_at, total_at = (
         x_ptr + row * x_stride,
         residual_ptr + row * residual_stride,

@@ -31,9 +31,9 @@ from modelmill.ops.triton.common.device import (
     sm_count,
 )
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.norm_quantize.output_dtype_support import (
-    supports_input_and_output_dtype,
+    supports_output_and_wide_input_dtype,
     supports_output_dtype,
 )
 
@@ -47,7 +47,7 @@ def _supports_permute_and_dtype(problem: RowOpProblem) -> bool:
     permuted = problem.spec is not None and problem.spec.perm is not None
     if permuted and _permutation_shared_bytes(problem.width) > max_shared_bytes(problem.device):
         return False
-    return supports_input_and_output_dtype(problem)
+    return supports_output_and_wide_input_dtype(problem)
 
 
 def _permutation_shared_bytes(width: int) -> int:
@@ -211,7 +211,7 @@ def _rms_norm_quant_kernel(
         factor = tl.where(order >= 0, factor, 0.0)
     if ORDER and SHIFT:
         zero = tl.where(order >= 0, zero, 0.0)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     first = tl.program_id(0).to(tl.int64) * share
     for row in tl.range(first, tl.minimum(first + share, rows), num_stages=STAGES):
         x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0)

@@ -14,6 +14,6 @@ def supports_output_dtype(problem: RowOpProblem) -> bool:
     return spec is None or spec.dtype is torch.int8 or supports_fp8(problem.device)
 
 
-def supports_input_and_output_dtype(problem: RowOpProblem) -> bool:
+def supports_output_and_wide_input_dtype(problem: RowOpProblem) -> bool:
     """The same, of rows that are not in 8 bits already."""
     return supports_output_dtype(problem) and problem.dtype.itemsize > 1

@@ -18,7 +18,7 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import as_rows, plan_row_launch
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_WIDTH = 32768
 SUPPORTED_PROBLEMS = (RowOpSupportRange(max_width=MAX_WIDTH, same_dtype=True),)
@@ -59,7 +59,7 @@ def _kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, column, inside, weight = load_row_indices_and_weight(weight_ptr, rows, width, ROWS, BLOCK)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     out = rms_normalize(x, weight, width, eps)
     tl.store(out_ptr + row[:, None] * width + column[None, :], out, mask=inside)

@@ -21,7 +21,7 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.triton.common.device import as_rows, next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 MAX_GROUP = 8192
 _MIN_AMAX = tl.constexpr(1e-6)
@@ -87,7 +87,7 @@ def _kernel(
     inside = (lane < columns_per_program) & (column < columns)
     order = tl.load(order_ptr + column, mask=inside, other=-1)
     real = order >= 0
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     x = tl.load(x_ptr + row * stride + order, mask=real, other=0.0)
     y = x.to(tl.float32)
     if GATED:

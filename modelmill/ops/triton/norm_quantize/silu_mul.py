@@ -18,7 +18,7 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import as_rows, next_power_of_two, sm_count
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 SUPPORTED_PROBLEMS = (RowOpSupportRange(),)
 
@@ -49,7 +49,7 @@ def _kernel(x_ptr, out_ptr, inner, stride, blocks_per_row, BLOCK: tl.constexpr, 
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     column = (tl.program_id(0) % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * stride + inner + column, mask=inside, other=0.0)
     gate32 = gate.to(tl.float32)

@@ -21,8 +21,10 @@ from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import as_rows, next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.output_dtype_support import supports_input_and_output_dtype
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
+from modelmill.ops.triton.norm_quantize.output_dtype_support import (
+    supports_output_and_wide_input_dtype,
+)
 
 MAX_WIDTH = 32768
 _MIN_AMAX = tl.constexpr(1e-6)
@@ -30,7 +32,7 @@ _ROUNDING_MAGIC_NUMBER = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of th
 
 
 SUPPORTED_PROBLEMS = (
-    RowOpSupportRange(max_width=2 * MAX_WIDTH, fits=supports_input_and_output_dtype),
+    RowOpSupportRange(max_width=2 * MAX_WIDTH, fits=supports_output_and_wide_input_dtype),
 )
 
 
@@ -77,7 +79,7 @@ def _kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < inner
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * stride + inner + column, mask=inside, other=0.0)
     gate32 = gate.to(tl.float32)

@@ -17,7 +17,7 @@ import triton.language as tl
 from modelmill.ops.row_op_support import RowOpSupportRange
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 _SMALL_BATCH_ROWS = 6  # up to this many rows, smaller chunks are needed to use all SMs
 
@@ -62,7 +62,7 @@ def _chunk_argmax_kernel(
 
     Lower ids give larger keys.
     """
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * stride + at, mask=at < vocab, other=float("-inf"))
@@ -76,7 +76,7 @@ def _chunk_argmax_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _merge_chunk_argmax_kernel(best_ptr, out_ptr, count, CHUNKS: tl.constexpr, PDL: tl.constexpr):
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, CHUNKS)
     best = tl.max(

@@ -27,7 +27,7 @@ import triton.language as tl
 from modelmill.ops.sample import SAMPLE_SUPPORT_RANGE, SampleInputs
 from modelmill.ops.triton.common.device import next_power_of_two
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.sampling.integer_probs import (
     NEG_INF,
     POS_INF,
@@ -87,7 +87,7 @@ def run(inputs: SampleInputs) -> torch.Tensor:
     options = {**pdl_launch_options(logits.device, rows), "enable_fp_fusion": False}
     warps = chunk // 256 if chunk < 2048 else 8
     grid = (count, rows)
-    _chunk_maxima[grid](*row_args, **sizes, num_warps=warps, **options)
+    _chunk_extrema_and_reset_totals[grid](*row_args, **sizes, num_warps=warps, **options)
     for level in (0, 1):
         _sum_mass_above_pivots[grid](
             *row_args, top_k, top_p, LEVEL=level, **sizes, num_warps=warps, **options
@@ -100,13 +100,13 @@ def run(inputs: SampleInputs) -> torch.Tensor:
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _chunk_maxima(
+def _chunk_extrema_and_reset_totals(
     logits_ptr, stride, vocab, temperature_ptr, scratch64_ptr, scratch32_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Store each chunk's maximum, its first index, and the minimum above −inf; clear the totals."""
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = load_temperature_scaled_logits(
@@ -134,7 +134,7 @@ def _sum_mass_above_pivots(
     PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """F of evenly spaced pivots: number, or approximate weight, of tokens ≥ each pivot."""
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k, p, counting, filters = load_topk_topp_params(
         temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
@@ -179,7 +179,7 @@ def _gather_candidates(
 
     If top-k keeps few tokens, all above the lower pivot are gathered.
     """
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k, p, counting, filters = load_topk_topp_params(
         temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
@@ -220,7 +220,7 @@ def _find_threshold(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The threshold of top-k and top-p, and the last id among tokens equal to it."""
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     k, p, counting, filters = load_topk_topp_params(
         temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
@@ -282,7 +282,7 @@ def _sum_chunk_weights(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum of the kept weights of each chunk."""
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
@@ -305,7 +305,7 @@ def _draw_token(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The id: index of the maximum, or where the cumulative kept weight passes noise · total."""
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     scratch32, row_max, _ = load_row_max_and_floor(

@@ -25,7 +25,7 @@ import triton.language as tl
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import INTERPRETED, max_shared_bytes, next_power_of_two
 from modelmill.ops.triton.common.launch_configs import LaunchConfig, TunedConfigs
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 # tokens up to which a block of weights is loaded before x is available
@@ -98,7 +98,7 @@ def _gemm_8bit_kernel(
     # wait for it.
     if PREFETCH:
         first = tl.load(weight_at, mask=(column < k)[None, :], other=0 if IS_INT8 else 0.0)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     if PREFETCH:
         first_x = tl.load(x_at, mask=(column < k)[:, None], other=0 if IS_INT8 else 0.0)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if IS_INT8 else tl.float32)
@@ -182,7 +182,7 @@ def _gemv_8bit_kernel(
     # read.
     w = _load_streaming(source, column < k, EVEN)
     scale = tl.load(scale_ptr + weight_row)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     if ONCE:
         total = _partial_products(w, x_ptr + column, column < k, IS_INT8, ASSEMBLY, EVEN)
     else:

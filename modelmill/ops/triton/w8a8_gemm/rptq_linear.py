@@ -23,7 +23,7 @@ import triton.language as tl
 from modelmill.ops.kernel_support import GemmSupportRange
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 
 # (maximum tokens, tokens per tile, weight rows per tile, maximum block of K, stages, warps)
 LAUNCH_CONFIGS_BY_MAX_TOKENS = (
@@ -84,7 +84,7 @@ def _kernel(
     out = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     dot_sum = tl.zeros([BLOCK_N, BLOCK_T], tl.int32)
     input_sum = tl.zeros([BLOCK_T], tl.int32)
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     for start in range(0, columns, BLOCK_K):
         if not ONE:
             dot_sum = tl.zeros([BLOCK_N, BLOCK_T], tl.int32)

@@ -31,7 +31,7 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.weight_only_gemm.dequant import (
     launch_dequantize_nibbles,
     load_packed_nibbles,
@@ -119,7 +119,7 @@ def _int4_gemm_kernel(
     weight_at = weight_ptr + weight_row[:, None] * stride + byte[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride
     live = (token < tokens)[None, :]
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in range(0, k, CHUNK):
         codes = tl.load(weight_at + start // 2, mask=(byte < width - start // 2)[None, :], other=0)

@@ -22,7 +22,7 @@ from modelmill.ops.bound_op import make_kernel_dispatcher
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int8_group_linear import DECLARATION
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, store_product
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.weight_only_gemm.groupwise import launch_config, make_kernels
@@ -61,7 +61,7 @@ def _int8_group_gemm_kernel(
     weight_at = weight_ptr + weight_row[:, None] * stride + column[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
     live = (token < tokens)[None, :]
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in range(0, k, CHUNK):
         inside = column < k - start

@@ -25,7 +25,7 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS, DECLARATION
 from modelmill.ops.triton.common.device import unavailable_reason as unavailable_reason
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait_and_trigger
 from modelmill.ops.triton.weight_only_gemm import groupwise
 from modelmill.ops.triton.weight_only_gemm.dequant import (
     launch_dequantize_nibbles,
@@ -122,7 +122,7 @@ def _mxfp4_gemm_kernel(
     scale_at = scale_ptr + weight_row[:, None] * grid_stride + (byte // 16)[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride
     live = (token < tokens)[None, :]
-    pdl_wait(PDL)
+    pdl_wait_and_trigger(PDL)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in range(0, k, CHUNK):
         inside = (byte < width - start // 2)[None, :]
