@@ -194,15 +194,15 @@ def run(args: Args) -> int:
         read_catalogue_entries,
         with_detected_models_dir,
     )
+    from modelmill.cli.serve_ray import check_ray_flags, serve_ray_replicas
 
+    check_ray_flags(args)
     args = with_detected_models_dir(args)
     place, names = _make_server_options(args), _always_loaded_model_names(args)
     aliases, on_demand = _parse_aliases(args, names)
     entries = add_catalogue_aliases(read_catalogue_entries(args, [*names, *aliases]), on_demand)
     args = replace(args, engines=tuple(resolve_or_pull_model(path) for path in args.engines))
-    if args.ray or args.replicas != 1 or args.ray_address is not None:
-        from modelmill.cli.serve_ray import serve_ray_replicas
-
+    if args.ray:
         return serve_ray_replicas(args, place, names, _make_open_messages(args), aliases)
 
     with log_to_stderr(args.log_level), contextlib.ExitStack() as record:

@@ -21,26 +21,18 @@ if TYPE_CHECKING:
     from modelmill.serve.worker_messages import OpenEngine
 
 
-def serve_ray_replicas(
-    args: Args,
-    place: ServerOptions,
-    names: Sequence[str],
-    open_messages: Sequence[OpenEngine],
-    aliases: Mapping[str, str],
-) -> int:
-    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end.
+def check_ray_flags(args: Args) -> None:
+    """Check the flags of replicas.
 
-    Raises UsageError for flags that do not go together.
+    Raises:
+        UsageError: flags do not go together.
+        MissingDependency: Ray is not installed.
     """
-    from modelmill.cli.serve import register_and_announce_address
-    from modelmill.serve.json_logs import log_to_stderr
-    from modelmill.serve.replicas.deployment import ReplicaSpec
-    from modelmill.serve.replicas.ray_cluster import DeploymentSpec, RayReplicaSet
-    from modelmill.serve.replicas.server import RayFrontendServer
-
     if not args.ray:
-        flag = "--replicas" if args.replicas != 1 else "--ray-address"
-        raise UsageError(f"{flag} needs --ray: modelmill serve ENGINE --ray --replicas 2")
+        if args.replicas != 1 or args.ray_address is not None:
+            flag = "--replicas" if args.replicas != 1 else "--ray-address"
+            raise UsageError(f"{flag} needs --ray: modelmill serve ENGINE --ray --replicas 2")
+        return
     if not 1 <= args.replicas <= 1024:
         raise UsageError(f"--replicas must be between 1 and 1024, not {args.replicas}")
     if ":" in args.run.device:
@@ -51,6 +43,22 @@ def serve_ray_replicas(
         raise MissingDependency(
             f"--ray needs ray; install it with: {install_command('serve', 'ray')}"
         )
+
+
+def serve_ray_replicas(
+    args: Args,
+    place: ServerOptions,
+    names: Sequence[str],
+    open_messages: Sequence[OpenEngine],
+    aliases: Mapping[str, str],
+) -> int:
+    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end."""
+    from modelmill.cli.serve import register_and_announce_address
+    from modelmill.serve.json_logs import log_to_stderr
+    from modelmill.serve.replicas.deployment import ReplicaSpec
+    from modelmill.serve.replicas.ray_cluster import DeploymentSpec, RayReplicaSet
+    from modelmill.serve.replicas.server import RayFrontendServer
+
     plan = ReplicaSpec(
         tuple(names),
         tuple(map(_make_message_portable, open_messages)),

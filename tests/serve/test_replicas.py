@@ -472,8 +472,8 @@ def test_an_engine_that_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("modelmill.cli.serve_ray.find_spec", lambda _: object())
-    assert run_command_line(["serve", "/nowhere/x.engine", "--ray"]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert run_command_line(["serve", "/nowhere/x.engine", "--ray"]) == 1
+    assert "no such file or folder" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
