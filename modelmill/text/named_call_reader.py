@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.declared_arguments import can_call_with_argument_names
 from modelmill.text.json_call_reader import JsonCallReader
 from modelmill.text.json_normalizer import (
     StreamingJsonNormalizer,
     StringPathPredicate,
     split_json_object,
 )
-from modelmill.text.parameter_types import can_call_with_argument_names, is_declared_string
+from modelmill.text.parameter_types import is_declared_string
 from modelmill.text.tool_call_reader import (
     MAX_HEAD_CHARS,
     ToolCallReader,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from modelmill.text.declared_arguments import declared_arguments
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, escape_json_text
 from modelmill.text.named_call_reader import NamedCallReader
 from modelmill.text.parameter_types import (
@@ -274,19 +274,18 @@ class ParameterCallReader(NamedCallReader):
         begun = not self._final and any(mark.startswith(rest) for mark in marks)
         return None if begun else False
 
-    def _declared_properties(self) -> Mapping[str, Any] | None:
-        """The properties that the tool declares; None if it does not say."""
-        properties = (self._tools.get(self._name) or {}).get("properties")
-        return properties if isinstance(properties, Mapping) else None
+    def _declared_arguments(self) -> frozenset[str] | None:
+        """Names of the arguments that the tool declares; None if it does not say."""
+        return declared_arguments(self._tools.get(self._name))
 
     def _clean_key(self, key: str) -> str:
         """The key without blanks around it, unless the tool declares it with them."""
-        return key if key in (self._declared_properties() or ()) else key.strip()
+        return key if key in (self._declared_arguments() or ()) else key.strip()
 
     def _is_arguments_wrapper_key(self, key: str) -> bool:
         """Whether a key is none of the tool, but one under which models write all arguments."""
-        properties = self._declared_properties()
-        return properties is not None and key in ARGUMENTS_WRAPPER_KEYS and key not in properties
+        declared = self._declared_arguments()
+        return declared is not None and key in ARGUMENTS_WRAPPER_KEYS and key not in declared
 
     def _scan_wrapped_arguments(self, text: str, at: int) -> int:
         """All arguments as one object under a name of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -12,8 +12,11 @@ from urllib.parse import unquote
 from modelmill.text.json_normalizer import NON_FINITE_WORDS, normalize_json, split_json_object
 
 NON_STRING_JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
+EVERY_JSON_TYPE = NON_STRING_JSON_TYPES | {"string"}
 MAX_REFERENCES = 32
 """Maximum references of a schema that are followed one after the other."""
+MAX_SCHEMA_PARTS = 256
+"""Maximum references and alternatives of a schema that are read for one argument."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -42,13 +45,13 @@ def resolve_parameter_type(
         attribute: whether the model wrote that it is a string; None if it did not say. The schema
             has priority.
     """
-    properties = (parameters or {}).get("properties")
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    root = parameters or {}
+    schema = _child_schema(root, key, root)
     if attribute is not None and (not isinstance(schema, Mapping) or not schema):
         return ParameterType(attribute, frozenset() if attribute else NON_STRING_JSON_TYPES)
     if not isinstance(schema, Mapping):
         return ParameterType(undeclared == "string", NON_STRING_JSON_TYPES)
-    types = schema_types(schema, parameters or {})
+    types = schema_types(schema, root)
     return ParameterType(types == {"string"}, frozenset(types) & NON_STRING_JSON_TYPES)
 
 
@@ -71,27 +74,85 @@ def is_declared_string(
     return schema_types(schema, root) - {"null"} == {"string"}
 
 
-def _child_schema(schema: Any, step: str, root: Mapping[str, Any], depth: int = 0) -> Any:
-    """The schema of a member, or with "" of an element of a list; None if it is not declared."""
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+def _child_schema(
+    schema: Any, step: str, root: Mapping[str, Any], memo: dict[int, Any] | None = None
+) -> Any:
+    """The schema of a member, or with "" of an element of a list; None if it is not declared.
+
+    Of alternatives those count that declare it: as one schema with anyOf.
+
+    Args:
+        schema: of the object or the list.
+        step: key of the member.
+        root: schema of all arguments, for references.
+        memo: of the schemas that were read already, by identity: none is read twice.
+    """
+    memo = {} if memo is None else memo
+    if not isinstance(schema, Mapping) or len(memo) > MAX_SCHEMA_PARTS:
         return None
-    if "$ref" in schema:
-        return _child_schema(resolve_pointer(schema["$ref"], root), step, root, depth + 1)
+    if id(schema) in memo:
+        return memo[id(schema)]
+    memo[id(schema)] = None  # a schema that refers to itself adds nothing
+    parts = [_child_schema(each, step, root, memo) for each in required_parts(schema, root)]
     members = schema.get("properties")
     if step and isinstance(members, Mapping) and step in members:
-        return members[step]
-    declared = schema.get("additionalProperties" if step else "items")
-    return declared if isinstance(declared, Mapping) else None
+        parts.append(members[step])
+    else:
+        others = schema.get("additionalProperties" if step else "items")
+        # {} says only that others may come
+        parts.append(others if isinstance(others, Mapping) and others else None)
+    for alternatives in alternative_parts(schema):
+        declared = [_child_schema(each, step, root, memo) for each in alternatives]
+        parts.append(_combine_schemas("anyOf", declared))
+    memo[id(schema)] = _combine_schemas("allOf", parts)
+    return memo[id(schema)]
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a schema's values can have; all of them if it does not say."""
-    every = {"string", *NON_STRING_JSON_TYPES}
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
-        return every
+def _combine_schemas(key: str, schemas: Sequence[Any]) -> Any:
+    """One schema for those that are not None; None if all are."""
+    declared = [each for each in schemas if each is not None]
+    if len(declared) < 2:
+        return declared[0] if declared else None
+    return {key: declared}
+
+
+def required_parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas that hold beside a schema's own keys: of its $ref and allOf."""
+    parts = [resolve_pointer(schema["$ref"], root)] if "$ref" in schema else []
+    every = schema.get("allOf")
+    return [*parts, *(every if isinstance(every, list) else ())]
+
+
+def alternative_parts(schema: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the groups of schemas of which one holds: of anyOf and of oneOf."""
+    groups = (schema.get(key) for key in ("anyOf", "oneOf"))
+    return [group for group in groups if isinstance(group, list)]
+
+
+def schema_types(
+    schema: Any, root: Mapping[str, Any], memo: dict[int, set[str]] | None = None
+) -> set[str]:
+    """Return the types that a schema's values can have; all of them if it does not say.
+
+    Args:
+        schema: of the values.
+        root: schema of all arguments, for references.
+        memo: types of the schemas that were read already, by identity: none is read twice.
+    """
+    memo = {} if memo is None else memo
+    if not isinstance(schema, Mapping) or len(memo) > MAX_SCHEMA_PARTS:
+        return set(EVERY_JSON_TYPE)
+    if id(schema) not in memo:
+        memo[id(schema)] = set(EVERY_JSON_TYPE)  # what a schema that refers to itself adds
+        memo[id(schema)] = _read_schema_types(schema, root, memo)
+    return memo[id(schema)]
+
+
+def _read_schema_types(
+    schema: Mapping[str, Any], root: Mapping[str, Any], memo: dict[int, set[str]]
+) -> set[str]:
     if "$ref" in schema:
-        target = resolve_pointer(schema["$ref"], root)
-        return every if target is None else schema_types(target, root, depth + 1)
+        return schema_types(resolve_pointer(schema["$ref"], root), root, memo)
     if "const" in schema:
         return {_json_type_of_value(schema["const"])}
     if isinstance(schema.get("enum"), list):
@@ -99,15 +160,14 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
     declared = schema.get("type")
     if declared is not None:
         types = set(declared if isinstance(declared, list) else [declared])
-        if not types <= every:
-            return every  # no type of JSON Schema, such as "float"
+        if not types <= EVERY_JSON_TYPE:
+            return set(EVERY_JSON_TYPE)  # no type of JSON Schema, such as "float"
         return types | {"integer"} if "number" in types else types
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return set().union(*(schema_types(each, root, depth + 1) for each in schema[key]))
+    for group in alternative_parts(schema):
+        return set().union(*(schema_types(each, root, memo) for each in group))
     if isinstance(schema.get("allOf"), list) and schema["allOf"]:
-        return set.intersection(*(schema_types(each, root, depth + 1) for each in schema["allOf"]))
-    return every
+        return set.intersection(*(schema_types(each, root, memo) for each in schema["allOf"]))
+    return set(EVERY_JSON_TYPE)
 
 
 def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
@@ -124,25 +184,6 @@ def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
         else:
             return None
     return target
-
-
-def can_call_with_argument_names(parameters: Mapping[str, Any] | None, keys: Set[str]) -> bool:
-    """Whether a tool declares all these arguments, and requires no other ones.
-
-    Args:
-        parameters: JSON schema of the tool's parameters.
-        keys: names of the arguments.
-    """
-    properties = (parameters or {}).get("properties")
-    declared = set(properties) if isinstance(properties, Mapping) else set[str]()
-    return keys <= declared and required_arguments(parameters) <= keys
-
-
-def required_arguments(parameters: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the names of the arguments that a schema requires."""
-    names = (parameters or {}).get("required")
-    listed = names if isinstance(names, list) else ()
-    return frozenset(name for name in listed if isinstance(name, str))
 
 
 def argument_text_to_json(text: str, types: ParameterType) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.text.parameter_types import (
-    MAX_REFERENCES,
+    MAX_SCHEMA_PARTS,
     NON_STRING_JSON_TYPES,
     ParameterType,
     argument_text_to_json,
@@ -76,7 +76,9 @@ class TagNode:
         return all(tag == LIST_ITEM_TAG for tag, _ in self.children)
 
 
-def child_schema(schema: Any, tag: str, index: int, root: Schema, depth: int = 0) -> Schema | None:
+def child_schema(
+    schema: Any, tag: str, index: int, root: Schema, memo: dict[int, Schema | None] | None = None
+) -> Schema | None:
     """Return the schema of a member or an element; None if it is not declared.
 
     Args:
@@ -84,13 +86,23 @@ def child_schema(schema: Any, tag: str, index: int, root: Schema, depth: int = 0
         tag: name of the member.
         index: of the element.
         root: schema of all arguments, for references.
-        depth: references and alternatives that were followed already.
+        memo: of the schemas that were read already, by identity: none is read twice.
     """
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+    memo = {} if memo is None else memo
+    if not isinstance(schema, Mapping) or len(memo) > MAX_SCHEMA_PARTS:
         return None
+    if id(schema) not in memo:
+        memo[id(schema)] = None  # a schema that refers to itself adds nothing
+        memo[id(schema)] = _read_child_schema(schema, tag, index, root, memo)
+    return memo[id(schema)]
+
+
+def _read_child_schema(
+    schema: Schema, tag: str, index: int, root: Schema, memo: dict[int, Schema | None]
+) -> Schema | None:
     if "$ref" in schema:
         target = resolve_pointer(schema["$ref"], root)
-        return child_schema(target, tag, index, root, depth + 1)
+        return child_schema(target, tag, index, root, memo)
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and isinstance(properties.get(tag), Mapping):
         return dict(properties[tag])
@@ -99,10 +111,11 @@ def child_schema(schema: Any, tag: str, index: int, root: Schema, depth: int = 0
         return dict(first[index])
     for key in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(key)
-        for each in parts if isinstance(parts, list) else ():
-            declared = child_schema(each, tag, index, root, depth + 1)
-            if declared is not None:
-                return declared
+        members = parts if isinstance(parts, list) else ()
+        schemas = [child_schema(each, tag, index, root, memo) for each in members]
+        declared = [each for each in schemas if each is not None]
+        if declared:
+            return declared[0] if len(declared) == 1 else {key: declared}
     key = "items" if "array" in schema_types(schema, root) and tag == LIST_ITEM_TAG else ""
     rest = schema.get(key, schema.get("additionalProperties", schema.get("items")))
     return dict(rest) if isinstance(rest, Mapping) else None

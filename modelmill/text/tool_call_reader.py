@@ -10,8 +10,8 @@ from typing import Any
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.declared_arguments import has_required_arguments
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, suffix_overlap
-from modelmill.text.parameter_types import required_arguments
 
 ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 """Names of the tools → JSON schema of their parameters."""
@@ -246,12 +246,12 @@ class ToolCallReader(ABC):
     def _tool_requires_arguments(self, name: str) -> bool:
         """Whether a tool is known to require some."""
         schema = self._tools.get(name)
-        return schema is not None and bool(required_arguments(schema))
+        return not has_required_arguments(schema, set())
 
     def _tool_requires_no_arguments(self, name: str) -> bool:
         """Whether a tool is known to require none."""
         schema = self._tools.get(name)
-        return schema is not None and not required_arguments(schema)
+        return schema is not None and has_required_arguments(schema, set())
 
     def _begin_broken_call_rest(self) -> None:
         """The arguments of a call are broken: they end here."""

@@ -7,8 +7,12 @@ from typing import Any
 
 from modelmill.text.answer_pieces import PieceCollector, collect_answer
 from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.declared_arguments import (
+    declared_arguments,
+    has_required_arguments,
+    takes_undeclared_arguments,
+)
 from modelmill.text.json_normalizer import escape_json_text, split_json_object
-from modelmill.text.parameter_types import required_arguments
 from modelmill.text.tool_call_reader import ToolCallReader, ToolSchemas
 
 
@@ -79,13 +83,10 @@ def _filter_declared_arguments(text: str, parameters: Mapping[str, Any] | None) 
     if pairs is None:
         return None
     values = dict(pairs)
-    if len(values) < len(pairs) or not required_arguments(parameters) <= set(values):
+    if len(values) < len(pairs) or not has_required_arguments(parameters, set(values)):
         return None
-    schema = parameters or {}
-    properties = schema.get("properties")
-    # also {} says that others may come
-    takes_others = schema.get("additionalProperties", False) is not False
-    if takes_others or not isinstance(properties, Mapping) or set(values) <= set(properties):
+    declared = declared_arguments(parameters)
+    if takes_undeclared_arguments(parameters) or declared is None or set(values) <= declared:
         return text
-    declared = (f'"{escape_json_text(key)}": {value}' for key, value in pairs if key in properties)
-    return f"{{{', '.join(declared)}}}"
+    members = (f'"{escape_json_text(key)}": {value}' for key, value in pairs if key in declared)
+    return f"{{{', '.join(members)}}}"
