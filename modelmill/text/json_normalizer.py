@@ -16,10 +16,10 @@ _RUNS = {
     '"': re.compile(r'[^"\\\x00-\x1f]+'),
     "'": re.compile(r"[^\"'\\\x00-\x1f]+"),
 }
-_BLANK = re.compile(r"[ \t\r\n]+")
-_ATOM = re.compile(r"[A-Za-z0-9+\-._]+")
+BLANKS = re.compile(r"[ \t\r\n]+")
+ATOM = re.compile(r"[A-Za-z0-9+\-._]+")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_WORDS = {
+WORDS = {
     **{word: word for word in ("true", "false", "null")},
     "True": "true",
     "False": "false",
@@ -34,7 +34,7 @@ MAX_BARE_KEY_CHARS = 1024
 """Maximum characters of a key without quotes."""
 SET_BRACKET = "set"
 """An open set of Python's syntax, which becomes a list."""
-_CLOSERS = {"[": "]", "{": "}", SET_BRACKET: "}"}
+CLOSERS = {"[": "]", "{": "}", SET_BRACKET: "}"}
 WRITTEN_CLOSERS = {"[": "]", "{": "}", SET_BRACKET: "]"}
 
 
@@ -111,7 +111,7 @@ class StreamingJsonNormalizer:
 
     def _finish_last_atom(self, rest: str) -> None:
         """Convert the number or word that the end of the text completes."""
-        if self._state in (self._scan_value, self._scan_member_value) and _ATOM.fullmatch(rest):
+        if self._state in (self._scan_value, self._scan_member_value) and ATOM.fullmatch(rest):
             self._emit_atom(rest)
 
     def _mark_failed(self, at: int) -> int:
@@ -132,7 +132,7 @@ class StreamingJsonNormalizer:
 
     def _buffer_whitespace(self, text: str, at: int) -> int:
         """Keep blanks for the next item; returns the position behind them."""
-        match = _BLANK.match(text, at)
+        match = BLANKS.match(text, at)
         if match is None:
             return at
         self._pending += match[0]
@@ -141,13 +141,13 @@ class StreamingJsonNormalizer:
     # -- states
 
     def _scan_value(self, text: str, at: int) -> int:
-        match = _BLANK.match(text, at)
+        match = BLANKS.match(text, at)
         if match:
             if self._stack:
                 self._pending += match[0]
             return match.end()
         char = text[at]
-        if self._stack and self._stack[-1] != "{" and char == _CLOSERS[self._stack[-1]]:
+        if self._stack and self._stack[-1] != "{" and char == CLOSERS[self._stack[-1]]:
             return self._close_container(at)
         if self._mark and self._mark.startswith(char):
             return self._open_marked_string(text, at)
@@ -156,7 +156,11 @@ class StreamingJsonNormalizer:
             return at + 1
         if char in "{[":
             return self._open_bracket(text, at)
-        run = _ATOM.match(text, at)
+        return self._scan_atom(text, at)
+
+    def _scan_atom(self, text: str, at: int) -> int:
+        """A number or a word."""
+        run = ATOM.match(text, at)
         if run is None:
             return self._mark_failed(at)
         if run.end() == len(text):
@@ -176,14 +180,14 @@ class StreamingJsonNormalizer:
         self._path.append("")
 
     def _emit_atom(self, run: str) -> bool:
-        is_null = _WORDS.get(run) == "null"
+        is_null = WORDS.get(run) == "null"
         if not is_null and self._declares_string and self._declares_string(tuple(self._path)):
             self._emit_with_pending(f'"{escape_json_text(run)}"')
             self._on_value_end()
             return True
         run = self._normalize_number(run)
         word = (
-            _WORDS.get(run) or NON_FINITE_WORDS.get(run) or (run if NUMBER.fullmatch(run) else None)
+            WORDS.get(run) or NON_FINITE_WORDS.get(run) or (run if NUMBER.fullmatch(run) else None)
         )
         if word is None:
             return False
@@ -249,7 +253,7 @@ class StreamingJsonNormalizer:
         return end
 
     def _scan_colon(self, text: str, at: int) -> int:
-        match = _BLANK.match(text, at)
+        match = BLANKS.match(text, at)
         if match:
             self._out.append(match[0])
             return match.end()
@@ -275,7 +279,7 @@ class StreamingJsonNormalizer:
         if (end := self._buffer_whitespace(text, at)) > at:
             return end
         char = text[at]
-        if char == _CLOSERS[self._stack[-1]]:
+        if char == CLOSERS[self._stack[-1]]:
             return self._close_container(at)
         if char != ",":
             return self._mark_failed(at)
@@ -397,5 +401,5 @@ def _normalize_json_value_at(text: str, at: int) -> tuple[str | None, int]:
 
 
 def _skip_whitespace(text: str, at: int) -> int:
-    match = _BLANK.match(text, at)
+    match = BLANKS.match(text, at)
     return match.end() if match else at

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.declared_arguments import can_call_with_argument_names
+from modelmill.text.gemma_to_json import GemmaToJsonConverter
 from modelmill.text.json_call_reader import JsonCallReader
 from modelmill.text.json_normalizer import (
     StreamingJsonNormalizer,
@@ -49,7 +50,7 @@ class NamedCallReader(ToolCallReader):
             *(*self._name_end[:1], *self._argument_start_marks(), *empty_ends),
             *(self._close[:1] if self._may_omit_empty_braces else ()),
         )
-        self._arguments = StreamingJsonNormalizer(syntax.string_mark)
+        self._arguments = StreamingJsonNormalizer()
         self._name = self._begun = ""
         self._id: str | None = None
         self._has_section = self._is_begun = False
@@ -152,8 +153,10 @@ class NamedCallReader(ToolCallReader):
 
     def _scan_mark_after_name(self, text: str, at: int) -> int:
         mark = self._syntax.string_mark  # a model may omit it
-        self._arguments = StreamingJsonNormalizer(
-            mark, self._declared_string_predicate() if mark else None
+        self._arguments = (
+            GemmaToJsonConverter(mark, self._syntax.call[1], self._declared_string_predicate())
+            if mark
+            else StreamingJsonNormalizer()
         )
         return self._match_marks_then(text, at, self._name_end, self._scan_arguments)
 
@@ -180,7 +183,8 @@ class NamedCallReader(ToolCallReader):
 
     def _scan_value(self, text: str, at: int) -> int:
         value = self._arguments
-        at = value.feed(text, at, self._final)
+        # a word without marks may go on behind a limit
+        at = value.feed(text, at, self._final and not (self.cut and self._syntax.string_mark))
         if self._is_begun:
             return self._emit_value_so_far(value, at, self._scan_closing_marks)
         self._begun += value.drain_json()
