@@ -46,6 +46,8 @@ class JsonCallReader(ToolCallReader):
 
     def _reset_object_state(self) -> None:
         self._emitted = False  # this object has been reported as a call
+        self._is_text = False  # it is none, but the next one of the list may be
+        self._object_start = len(self._pending)  # pieces of text before it
         self._name: str | None = None
         self._arguments: str | None = None  # complete before the name was known
         self._key: str | None = None
@@ -81,6 +83,7 @@ class JsonCallReader(ToolCallReader):
             text[at].isspace()
             or (text[at] == "[" and not self.num_calls and not self._in_list)
             or (self.num_calls and text[at] in "],;}")
+            or (self._undeclared and text[at] == ",")
         ):
             self._in_list = self._in_list or text[at] == "["
             at += 1
@@ -204,11 +207,18 @@ class JsonCallReader(ToolCallReader):
         self._state = self._scan_between_objects if mark == "\n" else self._scan_closing_marks
         return place
 
+    def _continue_as_text(self) -> bool:
+        """Whether an object that is no call may be read on, since others of a list may be calls."""
+        self._is_text = self._in_list
+        return self._is_text
+
     def _on_value_complete(self, text: str) -> bool:
         if self._key is None:
             self._key, self._state = replace_surrogates(json.loads(text)), self._scan_colon
             return True
         self._state = self._scan_after_value
+        if self._is_text:
+            return True
         if self._key == self._syntax.name_key:
             return self._on_name_complete(text)
         if self._key not in ARGUMENT_KEYS or self._emitted or self._arguments is not None:
@@ -219,7 +229,7 @@ class JsonCallReader(ToolCallReader):
         elif text == "null":
             arguments = "{}"
         if arguments is None or arguments[:1] != "{":
-            return False
+            return self._continue_as_text()
         if self._name is None:
             self._arguments = arguments
         else:
@@ -231,7 +241,7 @@ class JsonCallReader(ToolCallReader):
             return True
         name = replace_surrogates(json.loads(text)) if text[:1] == '"' else None
         if name not in self._tools:
-            return False
+            return self._continue_as_text()
         self._name = name
         if self._arguments is not None:
             self._emit_call_with_arguments(self._arguments)
@@ -247,12 +257,16 @@ class JsonCallReader(ToolCallReader):
         self._output.add_arguments(arguments)
 
     def _on_object_complete(self, at: int) -> int:
+        self._state = self._scan_between_objects
+        name = None if self._is_text else self._name
         if not self._emitted:
-            if self._name is None or not self._tool_requires_no_arguments(self._name):
-                return self._abandon_object(at)
+            if name is None or not self._tool_requires_no_arguments(name):
+                if not self._in_list:
+                    return self._abandon_object(at)
+                self._add_undeclared_call("".join(self._pending[self._object_start :]) + "}")
+                return at + 1
             self._emit_call_with_arguments("{}")
         self._drop_pending_as_call()
-        self._state = self._scan_between_objects
         return at + 1
 
     # -- code

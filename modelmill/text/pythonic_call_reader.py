@@ -22,6 +22,8 @@ from modelmill.text.tool_call_reader import (
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _KEY = re.compile(r"[^\W\d]\w*")
+_CODE = re.compile(r"[^\\\"'()\[\]{}]+|\\.|[\"'()\[\]{}]", re.DOTALL)
+"""What the end of a call in Python's syntax is found by: quotes, brackets and what is between."""
 
 
 class PythonicCallReader(ToolCallReader):
@@ -84,14 +86,39 @@ class PythonicCallReader(ToolCallReader):
         end = skip_whitespace(text, match.end()) if match else start
         if end == len(text) and not self._final:
             return at
-        if self._has_mark and text[start : start + 1] == "]":
+        if self._has_mark and text[start : start + 1] == "]" and not self._undeclared:
             self._drop_pending_as_call()  # an empty list
             return self._consume_list_end(text, at)
-        if match is None or text[end : end + 1] != "(" or match[0] not in self._tools:
+        if match is None or text[end : end + 1] != "(":
             return self._consume_list_end(text, at) if self.num_calls else self._reject_block(at)
+        if match[0] not in self._tools:
+            self._brackets, self._quote = 0, ""
+            self._call_text = ""
+            self._state = self._scan_undeclared_call
+            return start
         self._name, self._started = match[0], False
         self._state = self._scan_keyword
         return end + 1
+
+    def _scan_undeclared_call(self, text: str, at: int) -> int:
+        """A call of an undeclared function, up to its last bracket; others may be declared."""
+        start = at
+        while match := _CODE.match(text, at):
+            at, part = match.end(), match[0]
+            if self._quote:
+                self._quote = "" if part == self._quote else self._quote
+            elif part in ("'", '"'):
+                self._quote = part
+            elif part in tuple("([{"):
+                self._brackets += 1
+            elif part in tuple(")]}"):
+                self._brackets -= 1
+                if not self._brackets:
+                    self._add_undeclared_call(self._call_text + text[start:at])
+                    self._state = self._scan_after_call
+                    return at
+        self._call_text += text[start:at]
+        return at
 
     def _scan_keyword(self, text: str, at: int) -> int:
         """A keyword, or the end of the call."""
@@ -150,16 +177,19 @@ class PythonicCallReader(ToolCallReader):
 
     def _scan_after_call(self, text: str, at: int) -> int:
         """After a call: another one, or the end of the list."""
-        self._drop_pending_as_call()
+        if self.num_calls:
+            self._drop_pending_as_call()
         start = skip_whitespace(text, at)
         if start == len(text):
-            return self._mark_block_closed(at) if self._final else at
+            return self._mark_block_closed(at) if self._final and self.num_calls else at
         if text[start] == ",":
             self._state = self._scan_function_name
             return start + 1
         if not self._in_brackets and _NAME.match(text, start):
             self._state = self._scan_function_name
             return start
+        if not self.num_calls:
+            return self._reject_block(at)
         self._state = self._scan_closing_marks
         return start + (text[start] == "]")
 

@@ -117,6 +117,7 @@ class ToolCallReader(ABC):
         self.closed = self.rejected = self.cut = False
         self.num_calls = 0
         self._pending: list[str] = []
+        self._undeclared: list[str] = []  # calls of undeclared functions since the last call
         self._drops = self._final = False
         self.begin_block()
 
@@ -128,7 +129,7 @@ class ToolCallReader(ABC):
         """Begin a block at its first mark."""
         self.closed = self.rejected = self.dropped_section = False
         self.num_calls = 0
-        self._pending = []
+        self._pending, self._undeclared = [], []
         self._state = self._reset_to_first_state()
 
     @abstractmethod
@@ -164,8 +165,24 @@ class ToolCallReader(ABC):
         return pending
 
     def _emit_call_begin(self, name: str, id: str | None = None) -> None:
+        if not self.num_calls and self._undeclared:
+            self._output.add_text("".join(self._undeclared))
+        self._undeclared = []
         self.num_calls += 1
         self._output.begin_call(name, id)
+
+    def _add_undeclared_call(self, text: str) -> None:
+        """A call of an undeclared function in a list is content, on a line of its own.
+
+        Before the first call it waits: without one, the list is content with its marks.
+
+        Args:
+            text: the call as it is written.
+        """
+        self._undeclared.append(f"{text}\n")
+        if self.num_calls:
+            self._output.add_text(self._undeclared[-1])
+            self._drop_pending_as_call()
 
     def _drop_pending_as_call(self) -> None:
         """What was consumed so far, with what the current state consumes, belongs to a call."""
@@ -238,9 +255,11 @@ class ToolCallReader(ABC):
         reader.mark_answer_end(self.cut)
         at = reader.feed(text, at, self._final)
         self.num_calls = reader.num_calls
+        self.closed, self.rejected = reader.closed, reader.rejected
         if self.num_calls:
             self._drop_pending_as_call()
-        self.closed, self.rejected = reader.closed, reader.rejected
+            if self.closed or self.rejected or self._final:
+                self._pending = [reader.take_non_call_text()]
         return at
 
     def _tool_requires_arguments(self, name: str) -> bool:
