@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from modelmill.text.declared_arguments import declared_arguments
+from modelmill.text.drifted_mark import DriftedMark
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, escape_json_text
 from modelmill.text.named_call_reader import NamedCallReader
 from modelmill.text.parameter_types import (
@@ -365,8 +366,9 @@ class ParameterCallReader(NamedCallReader):
         if place is None:
             return at
         marks = self._value_end_marks()
+        end = place
         if place < 0:
-            place, _ = find_first_mark(text, marks, at + self._searched)
+            place, end = self._find_value_end(text, at, marks)
         if place < 0:
             if not self._type.is_string and not self._final:
                 return self._wait_for_closing_mark(text, at, marks)
@@ -374,16 +376,35 @@ class ParameterCallReader(NamedCallReader):
             stop = len(text) - longest_suffix_overlap_length(
                 text[at:], (self._value_end + self._value_close, *marks)
             )
+            if self._value_end:
+                stop = min(stop, self._drifted_close(marks).find_begun(text, at))
             return self._emit_unfinished_value(text, at, stop)
         value = text[at:place]
         if self._value_end and value.endswith(self._value_end):
             value = value[: -len(self._value_end)]
         self._emit_complete_value(value)
-        return place
+        return end
+
+    def _find_value_end(self, text: str, at: int, marks: tuple[str, ...]) -> tuple[int, int]:
+        """Where a value ends, and where what follows it begins; negative if it does not."""
+        start = at + self._searched
+        place, _ = find_first_mark(text, marks, start)
+        if not self._value_end:
+            return place, place
+        drifted, end = self._drifted_close(marks).find(text, start)
+        return (drifted, end) if 0 <= drifted < place or place < 0 else (place, place)
+
+    def _drifted_close(self, marks: tuple[str, ...]) -> DriftedMark:
+        """The closing mark of a value with other letters, before what else ends a value."""
+        following = tuple(mark.removeprefix(self._value_end) for mark in marks[1:])
+        return DriftedMark(self._value_close, following)
 
     def _wait_for_closing_mark(self, text: str, at: int, marks: tuple[str, ...]) -> int:
         """Keep a value that has none of its closing marks yet; nothing is searched twice."""
-        self._searched = max(0, len(text) - at - max(map(len, marks)))
+        longest = max(map(len, marks))
+        if self._value_end:
+            longest = max(longest, self._drifted_close(marks).max_chars)
+        self._searched = max(0, len(text) - at - longest)
         return at
 
     def _value_end_marks(self) -> tuple[str, ...]:
