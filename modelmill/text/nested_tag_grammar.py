@@ -13,9 +13,8 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.text.argument_grammar import ArgumentGrammar, schema_properties
 from modelmill.text.parameter_types import (
-    NON_STRING_JSON_TYPES,
-    ParameterType,
     argument_text_to_json,
+    make_parameter_type,
     schema_types,
 )
 from modelmill.text.tag_values import LIST_ITEM_TAG
@@ -86,7 +85,7 @@ class NestedTagGrammar(ArgumentGrammar):
     def _enum_values_expr(self, schema: Schema, types: set[str], close: str) -> str:
         """Values of a list, those that come back as they are."""
         values = schema.get("enum", [schema.get("const")])
-        parsed = ParameterType(types == {"string"}, frozenset(types) & NON_STRING_JSON_TYPES)
+        parsed = make_parameter_type(types)
         texts = []
         for value in values:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

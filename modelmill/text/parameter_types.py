@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
 from modelmill.text.json_normalizer import NON_FINITE_WORDS, normalize_json, split_json_object
+from modelmill.text.tokenizer_base import replace_surrogates
 
 NON_STRING_JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
 EVERY_JSON_TYPE = NON_STRING_JSON_TYPES | {"string"}
@@ -17,6 +18,10 @@ MAX_REFERENCES = 32
 """Maximum references of a schema that are followed one after the other."""
 MAX_SCHEMA_PARTS = 256
 """Maximum references and alternatives of a schema that are read for one argument."""
+_ANY_CASE_WORDS = {
+    **{"true": "true", "false": "false"},
+    **dict.fromkeys(("null", "none", "nil"), "null"),
+}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -27,10 +32,12 @@ class ParameterType:
     Attributes:
         is_string: its value is always a string.
         json_types: types that its value has if its text is JSON of that type; else it is a string.
+        takes_string: whether a string is one of the values that the tool takes.
     """
 
     is_string: bool
     json_types: frozenset[str]
+    takes_string: bool = True
 
 
 def resolve_parameter_type(
@@ -52,7 +59,13 @@ def resolve_parameter_type(
     if not isinstance(schema, Mapping):
         return ParameterType(undeclared == "string", NON_STRING_JSON_TYPES)
     types = schema_types(schema, root)
-    return ParameterType(types == {"string"}, frozenset(types) & NON_STRING_JSON_TYPES)
+    return make_parameter_type(types)
+
+
+def make_parameter_type(types: Set[str]) -> ParameterType:
+    """Return the type of an argument that can have these types of JSON."""
+    json_types = NON_STRING_JSON_TYPES.intersection(types)
+    return ParameterType(types == {"string"}, json_types, "string" in types)
 
 
 def is_declared_string(
@@ -187,18 +200,47 @@ def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def argument_text_to_json(text: str, types: ParameterType) -> str:
-    """Return the JSON of an argument that is not always a string."""
+    """Return the JSON of an argument that is not always a string.
+
+    A value that a model puts into quotes is read without them, where the tool takes no string. If
+    it takes one, too, quotes tell a string from another value: "null" in quotes is the word.
+    """
     word = text.strip()
+    value = _word_to_json(word, types)
+    if value is None and types.json_types != NON_STRING_JSON_TYPES:
+        inner = _remove_quotes(word)
+        value = None if inner is None else _word_to_json(inner.strip(), types)
+        if value is not None and types.takes_string:
+            value = json.dumps(inner, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False) if value is None else value
+
+
+def _word_to_json(word: str, types: ParameterType) -> str | None:
+    """The JSON of a text that is of one of the types; None if it is of none."""
     value = None if word in NON_FINITE_WORDS else normalize_json(word)
     if value is None and types.json_types & {"array", "object"}:
         value = _unescape_json_text(word)
-    if value is not None:
-        value_type = json_type_of_text(value)
-        if value_type in types.json_types or (
-            value_type == "number" and "integer" in types.json_types
-        ):
-            return value
-    return json.dumps(text, ensure_ascii=False)
+    if value is None and not types.takes_string:
+        value = _ANY_CASE_WORDS.get(word.lower())
+    value_type = "" if value is None else json_type_of_text(value)
+    as_number = value_type == "number" and "integer" in types.json_types
+    return value if value_type in types.json_types or as_number else None
+
+
+def _remove_quotes(word: str) -> str | None:
+    """The text of a JSON string, whose quotes may have an escape; None if it is none."""
+    if len(word) < 2 or word[-1] not in "\"'" or word[0] not in "\"'\\":
+        return None
+    value = _parse_json_string(f'"{word}"') if word[0] == "\\" else word
+    normal = None if value is None else normalize_json(value)
+    return None if normal is None or normal[:1] != '"' else _parse_json_string(normal)
+
+
+def _parse_json_string(text: str) -> str | None:
+    try:
+        return replace_surrogates(json.loads(text, strict=False))
+    except ValueError:
+        return None
 
 
 def coerce_arguments_to_schema(arguments: str, parameters: Mapping[str, Any] | None) -> str:
@@ -227,7 +269,7 @@ def _coerce_argument(key: str, value: str, parameters: Mapping[str, Any] | None)
         return json.dumps(value)
     if written != "string" or "string" in types:
         return value  # what the model wrote as a string may be one
-    typed = argument_text_to_json(json.loads(value), ParameterType(False, frozenset(types)))
+    typed = argument_text_to_json(json.loads(value), make_parameter_type(types))
     return value if json_type_of_text(typed) == "string" else typed
 
 

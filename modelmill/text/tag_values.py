@@ -11,8 +11,8 @@ from typing import Any
 from modelmill.text.parameter_types import (
     MAX_SCHEMA_PARTS,
     NON_STRING_JSON_TYPES,
-    ParameterType,
     argument_text_to_json,
+    make_parameter_type,
     resolve_pointer,
     schema_types,
 )
@@ -135,6 +135,4 @@ def _leaf_text_to_json(text: str, schema: Schema | None, root: Schema) -> str:
     padded = _ZERO_PADDED_INTEGER.fullmatch(text.strip())
     if padded and "integer" in types and "string" not in types:
         text = padded[1] + padded[2]
-    return argument_text_to_json(
-        text, ParameterType(False, frozenset(types) & NON_STRING_JSON_TYPES)
-    )
+    return argument_text_to_json(text, make_parameter_type(types))
