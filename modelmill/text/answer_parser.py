@@ -194,6 +194,10 @@ class MarkedAnswerParser(AnswerParser):
         )
         self.in_reasoning = thinks
         self._marked = False
+        self._has_unread_call = False  # text that begins as a call does, with its marks
+        calls = syntax.calls
+        self._section_end = calls.section[1].strip()
+        self._call_marks = (self._section_end, calls.call[1].strip(), calls.name_end.strip())
         if begun == "content":
             self._mode = self._scan_content
         elif begun == "reasoning":
@@ -317,12 +321,19 @@ class MarkedAnswerParser(AnswerParser):
         self._output.add_text(self._buffer[:place])
         self._buffer = self._buffer[place:]
         if mark in self._content_marks:
-            self._buffer = self._buffer[len(mark) :]
+            self._drop_content_mark(mark)
         elif not mark or any(each.startswith(self._buffer) for each in self._content_marks):
             return False  # it may become a mark
         else:
             self._enter_call_block()
         return True
+
+    def _drop_content_mark(self, mark: str) -> None:
+        """A mark is no content, unless it belongs to a call that is none."""
+        self._buffer = self._buffer[len(mark) :]
+        if self._has_unread_call and mark in self._call_marks:
+            self._output.add_text(mark)
+            self._has_unread_call = mark != self._section_end
 
     def _content_end_marks(self) -> tuple[str, ...]:
         """What ends a piece of content: marks around it, or the begin of calls."""
@@ -348,6 +359,7 @@ class MarkedAnswerParser(AnswerParser):
         text = reader.take_non_call_text()
         marked = self._marked or reader.num_calls or text.lstrip().startswith(reader.openers)
         self._mode = self._scan_content
+        self._has_unread_call = self._has_unread_call and not reader.num_calls
         if reader.closed:
             self._output.add_text(text)
         elif final and reader.cut and marked:
@@ -355,13 +367,18 @@ class MarkedAnswerParser(AnswerParser):
             self._output.add_text(text[: len(text) - len(text.lstrip())])
             self._buffer = ""
         else:
-            # the mark is content; what follows it is read again, since it may have a call
             self._buffer = text + self._buffer
-            openers = () if reader.dropped_section and not text else reader.openers
-            size = next((len(m) for m in openers if self._buffer.startswith(m)), 0)
-            self._output.add_text(self._buffer[:size])
-            self._buffer = self._buffer[size:]
+            self._read_again(reader)
         return True
+
+    def _read_again(self, reader: ToolCallReader) -> None:
+        """Text that begins as calls do is content with its mark; behind it may be a call."""
+        size = next((len(m) for m in reader.openers if self._buffer.startswith(m)), 0)
+        # marks around a text that is no call, where that of the section's end is no content
+        if size and not (reader.lacks_call and self._section_end in self._content_marks):
+            self._output.add_text(self._buffer[:size])
+            self._has_unread_call = True
+        self._buffer = self._buffer[size:]
 
 
 def _make_call_reader(

@@ -79,10 +79,21 @@ class NamedCallReader(ToolCallReader):
                 start = skip_whitespace(text, at)
                 if self._syntax.json_too and text[start : start + 1] in ("[", "{"):
                     return self._enter_json_objects(start)
-                self._drop_pending_as_call()  # the mark of a section without a call is no text
-                self.dropped_section = True
+                return self._scan_empty_section(text, at)
             return self._reject_block(at)
         return self._enter_call_head(place)
+
+    def _scan_empty_section(self, text: str, at: int) -> int:
+        """The mark of a section without a call is no text if the section's end follows."""
+        count, place = self._match_parts(text, at, self._section_close)
+        if place is None:
+            return at
+        is_end = self._final and skip_whitespace(text, at) == len(text)
+        if count < max(1, len(self._section_close)) and not is_end:
+            self.lacks_call = True
+            return self._reject_block(at)
+        self._drop_pending_as_call()
+        return self._mark_block_closed(place)
 
     def _enter_call_head(self, at: int) -> int:
         self._state = (
@@ -213,6 +224,13 @@ class NamedCallReader(ToolCallReader):
             if can_call_with_argument_names(schema, keys)
         ]
         return names[0] if len(names) == 1 else ""
+
+    def _end_broken_call(self, mark: str) -> None:
+        """Behind the end of a call others may come, or the end of the section."""
+        if mark == self._call_end and mark != self._section_end:
+            self._state = self._scan_after_call
+        else:
+            self.closed = True
 
     def _scan_closing_marks(self, text: str, at: int) -> int:
         self._drop_pending_as_call()

@@ -79,8 +79,8 @@ class NestedTagCallReader(ToolCallReader):
             return at
         if tag == self._section_tag and not self.num_calls:
             return end
-        if tag == f"/{self._section_tag}" and self.num_calls:
-            self._drop_consumed_text()
+        if tag == f"/{self._section_tag}" and (self.num_calls or self._pending):
+            self._drop_pending_as_call()  # also the mark of an empty section
             return self._mark_block_closed(end)
         name = self._tool_called_by_tag(tag or "")
         if name is None:

@@ -15,6 +15,7 @@ from modelmill.text.parameter_types import (
     resolve_parameter_type,
 )
 from modelmill.text.tool_call_reader import (
+    MAX_HEAD_CHARS,
     MAX_KEY_CHARS,
     find_first_mark,
     longest_suffix_overlap_length,
@@ -54,6 +55,7 @@ class ParameterCallReader(NamedCallReader):
         self._json, self._json_size = StreamingJsonNormalizer(), 0
         self._searched = 0  # characters of a value that have no closing mark
         self._has_brace = False
+        self._text_before = ""
         return super()._reset_to_first_state()
 
     def _unescape_attribute(self, text: str) -> str:
@@ -88,6 +90,7 @@ class ParameterCallReader(NamedCallReader):
         if place is None:
             return at
         self._num_arguments, self._object_close = 0, ()
+        self._text_before = ""
         self._state = self._scan_parameter
         return place
 
@@ -95,6 +98,7 @@ class ParameterCallReader(NamedCallReader):
         """Report the call, unless it is: it has an argument, or its end."""
         if not self._is_begun:
             self._is_begun = True
+            self._output.add_text(self._text_before)
             self._emit_call_begin(self._name, self._id)
             self._output.add_arguments("{")
             self._drop_pending_as_call()
@@ -139,14 +143,30 @@ class ParameterCallReader(NamedCallReader):
         if place is None:
             return at
         if not count and not (self._final and not text[at:].strip()):
-            rest = skip_whitespace(text, at)
-            return at if rest == len(text) else self._reject_or_break_call(at)
+            if skip_whitespace(text, at) == len(text):
+                return at
+            if self._is_begun:
+                return self._reject_or_break_call(at)
+            return self._scan_text_before_arguments(text, at)
         if not count and not self._is_begun:
             return self._reject_block(at)  # the answer ends behind the name
         if count or not self.cut:
             self._emit_call_begin_once()
             self._output.add_arguments("}")
         self._state = self._scan_after_call
+        return place
+
+    def _scan_text_before_arguments(self, text: str, at: int) -> int:
+        """Text between the name and the first argument, which is content."""
+        marks = (self._param_open[0], *self._ends, *self._open[:1], *self.openers)
+        place, mark = find_first_mark(text, marks, at)
+        if not at < (place if place >= 0 else len(text)) < at + MAX_HEAD_CHARS or (
+            mark not in ("", self._param_open[0])
+        ):
+            return self._reject_block(at)
+        if not mark:
+            return self._reject_block(at) if self._final else at
+        self._text_before = f"{text[at:place].strip()}\n"
         return place
 
     def _scan_whole_object_start(self, text: str, at: int) -> int:

@@ -100,7 +100,7 @@ class ToolCallReader(ABC):
         rejected: the text since the last call is none; ``take_non_call_text`` returns it.
         num_calls: calls so far.
         cut: the answer was cut off by a limit.
-        dropped_section: the mark of a section came without a call, and is no text.
+        lacks_call: the mark of a section came, and behind it no mark of a call.
     """
 
     _state: Callable[[str, int], int]
@@ -111,9 +111,12 @@ class ToolCallReader(ABC):
         self._open, self._close = map(split_mark_parts, syntax.call)
         whole = syntax.whole_marks
         self.openers = opening_marks(syntax)
-        ends = [each[1].strip() for each in (syntax.call, syntax.section)]
-        last_parts = [*self._close[-1:], *self._section_close[-1:]]
-        self._ends = tuple(dict.fromkeys(filter(None, ends if whole else last_parts)))
+        parts = (self._close, self._section_close)
+        self._call_end, self._section_end = (
+            marks[1].strip() if whole else "".join(each[-1:])
+            for marks, each in zip((syntax.call, syntax.section), parts, strict=True)
+        )
+        self._ends = tuple(dict.fromkeys(filter(None, (self._call_end, self._section_end))))
         self.closed = self.rejected = self.cut = False
         self.num_calls = 0
         self._pending: list[str] = []
@@ -127,7 +130,7 @@ class ToolCallReader(ABC):
 
     def begin_block(self) -> None:
         """Begin a block at its first mark."""
-        self.closed = self.rejected = self.dropped_section = False
+        self.closed = self.rejected = self.lacks_call = False
         self.num_calls = 0
         self._pending, self._undeclared = [], []
         self._state = self._reset_to_first_state()
@@ -277,13 +280,17 @@ class ToolCallReader(ABC):
         self._output.break_call()
         self._state = self._skip_broken_call
 
+    def _end_broken_call(self, _mark: str) -> None:
+        """A mark ends a broken call, and by default its block."""
+        self.closed = True
+
     def _skip_broken_call(self, text: str, at: int) -> int:
         """Discard the rest of a call whose arguments are broken."""
         self._drop_pending_as_call()
         ends = (*self._ends, *self.openers)
         place, mark = find_first_mark(text, ends, at)
         if place >= 0:
-            self.closed = True
+            self._end_broken_call(mark)
             return place + len(mark) if mark in self._ends else place
         return (
             len(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelmill.text.answer_pieces import PieceCollector, collect_answer
+from modelmill.text.answer_pieces import PieceCollector, collect_content_and_calls
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.declared_arguments import (
     declared_arguments,
@@ -62,12 +62,13 @@ class ValidatedCallReader(ToolCallReader):
 
     def _emit_if_valid(self, text: str) -> bool:
         """Pass a call on that was read to its end; returns whether its tool takes it."""
-        calls = collect_answer(self._call.drain()).calls
+        content, calls = collect_content_and_calls(self._call.drain())
         if not calls or not text.rstrip().endswith(self._ends):
             return False
         arguments = _filter_declared_arguments(calls[0].arguments, self._tools.get(calls[0].name))
         if arguments is None:
             return False
+        self._output.add_text(content)
         self._emit_call_begin(calls[0].name, calls[0].id)
         self._output.add_arguments(arguments)
         return True
