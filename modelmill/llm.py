@@ -123,7 +123,7 @@ class LLM(OpenedEngine[EngineCore]):
         run = {name: value for name, value in options.items() if name in RUN_CONFIG_FIELDS}
         config = RunConfig(**run)  # type: ignore[arg-type]
         ensure_cpu_kernels_compiled(config.device, progress)
-        self.path = engine = resolve_engine_path(engine, build, progress)
+        self.path = engine = resolve_or_build_engine(engine, build, progress)
         self._opened = core = EngineCore.open(engine, config)
         artifact = core.opened_artifact
         self.language = language = TextProcessor(
@@ -435,7 +435,7 @@ def build_engine(
     return build(plan, Path(out), check_staged if check else None, on_progress, run_autotune)
 
 
-def resolve_engine_path(
+def resolve_or_build_engine(
     model: Path,
     build: Mapping[str, Any],
     progress: Progress,

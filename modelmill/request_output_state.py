@@ -13,7 +13,7 @@ from modelmill.text.answer_history import PromptTail
 from modelmill.text.answer_pieces import BegunPart
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.stop_matcher import StopMatcher
-from modelmill.text.thinking_budget import ends_in_forced_mark
+from modelmill.text.thinking_budget import is_cut_in_forced_thinking_end
 from modelmill.text.thinking_scanner import AnswerThinkingSyntax, ThinkingScanner
 from modelmill.text.tokenizer_loader import Tokenizer
 
@@ -103,9 +103,9 @@ class RequestOutputState:
         """A detokenizer at the beginning of an answer; None for an ids-only engine."""
         return None if self._detokenizer is None else self._detokenizer.fork()
 
-    def ends_in_forced_mark(self, ids: Sequence[int]) -> bool:
+    def is_cut_in_forced_thinking_end(self, ids: Sequence[int]) -> bool:
         """Whether an answer was cut inside the mark that a budget of thinking forced."""
-        return self._tokenizer is not None and ends_in_forced_mark(
+        return self._tokenizer is not None and is_cut_in_forced_thinking_end(
             self._tokenizer, self.request.grammar, ids
         )
 

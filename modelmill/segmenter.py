@@ -87,10 +87,10 @@ class Segmenter(OpenedEngine[SamModel]):
         build: SegmenterOptions,
         progress: Progress,
     ) -> None:
-        from modelmill.llm import resolve_engine_path
+        from modelmill.llm import resolve_or_build_engine
 
         ensure_cpu_kernels_compiled(self.device, progress)
-        engine = resolve_engine_path(self.path, build, progress, ENGINE_TYPE)
+        engine = resolve_or_build_engine(self.path, build, progress, ENGINE_TYPE)
         artifact = open_artifact(engine)
         if self.device == "cpu":
             set_cpu_threads(threads)

@@ -57,14 +57,14 @@ from modelmill.text.chat_template_override import list_chat_templates, replace_c
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChatFormat, ImagePart
 from modelmill.text.message_validation import Messages
-from modelmill.text.thinking_scanner import AnswerThinkingSyntax, find_thinking_syntax
+from modelmill.text.thinking_scanner import AnswerThinkingSyntax, make_answer_thinking_syntax
 from modelmill.text.tokenizer_loader import Tokenizer, load_tokenizer
 from modelmill.text.tool_call_reader import ToolSchemas
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _TOKENIZER_FOLDER = "tokenizer"
-PROMPT_END_TOKENS = 32
+THINKING_DETECTION_TAIL_TOKENS = 32
 """Tokens at the end of a prompt that may begin or end the thinking."""
 
 
@@ -143,7 +143,7 @@ class TextProcessor:
         self.generation_defaults = _load_generation_defaults(path, manifest, openai=openai_defaults)
         self.defaults = dict(self.generation_defaults.values)
         self.eos_ids = resolve_eos_ids(manifest, self.tokenizer)
-        self._base_model_stop_strings = _base_model_stop_strings(manifest)
+        self._qwen_raw_stop_strings = _qwen_raw_stop_strings(manifest)
         self._request_counter = itertools.count()
         self._guides: grammars.GuideFactory | None = None
         self._answer_history = AnswerHistory()
@@ -171,13 +171,13 @@ class TextProcessor:
         """
         self.max_image_pixels = max_image_pixels
         if self.tokenizer is not None:
-            self.tokenizer.set_max_tokens(max_text_tokens, context)
+            self.tokenizer.set_input_token_limit(max_text_tokens, context)
 
     def set_parse_special(self, parses: bool) -> None:
         """Whether special tokens in a prompt's text are read where its request does not say so."""
         self.parse_special = parses
 
-    def reset_answer_history(self, max_bytes: int) -> None:
+    def set_answer_history_capacity(self, max_bytes: int) -> None:
         """Remember the tokens of earlier answers in so many bytes from now on; 0: of none."""
         self._answer_history = AnswerHistory(max_bytes)
 
@@ -222,7 +222,7 @@ class TextProcessor:
             self.encode_prompt(prompt),
             params,
             self.eos_ids,
-            self._base_model_stop_strings,
+            self._qwen_raw_stop_strings,
             _checked_cache_salt(prompt),
         )
         request = replace(request, grammar=grammar)
@@ -293,10 +293,7 @@ class TextProcessor:
             _AnswerHistoryQuery(sent_messages, tool_schemas or {}, cache_salt),
             template,
         )
-        if max_kept_prompt_tokens is not None and len(ids) > max_kept_prompt_tokens:
-            if spans:
-                raise RequestError("a prompt with images cannot be truncated; shorten it")
-            ids = ids[-max_kept_prompt_tokens:]
+        ids = _keep_last_tokens(ids, max_kept_prompt_tokens, bool(spans))
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._build_request(ids, params, eos, self.chat_format.stop_strings, cache_salt)
         # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well
@@ -314,7 +311,7 @@ class TextProcessor:
             thinking,
             prompt_thinking,
             thinking_budget,
-            len(self._encode_inner_text(begun.text)) if begun.part == "reasoning" else 0,
+            len(self._encode_mid_prompt_text(begun.text)) if begun.part == "reasoning" else 0,
         )
         if grammar is not None and grammar.grammar_type == "answer":
             grammars.check_grammar(grammar)
@@ -333,10 +330,12 @@ class TextProcessor:
             begun=begun.part,
             strips_start=self.chat_format.answers_begin_with_space and not begun.part,
             prompt_changes=changes,
-            thinking_syntax=self._find_thinking_syntax(thinking, prompt_thinking, begun, calls),
+            thinking_syntax=self._make_answer_thinking_syntax(
+                thinking, prompt_thinking, begun, calls
+            ),
         )
 
-    def _find_thinking_syntax(
+    def _make_answer_thinking_syntax(
         self,
         thinking: ThinkingSyntax | None,
         prompt_thinking: PromptThinking,
@@ -346,9 +345,9 @@ class TextProcessor:
         """Return where an answer may have thinking, in which no stop string counts."""
         assert self.chat_format is not None, "a conversation has a chat format"
         syntax = load_chat_syntax(self.chat_format.format_name)
-        return find_thinking_syntax(syntax, thinking, prompt_thinking, begun.part, calls)
+        return make_answer_thinking_syntax(syntax, thinking, prompt_thinking, begun.part, calls)
 
-    def _encode_inner_text(self, text: str) -> list[int]:
+    def _encode_mid_prompt_text(self, text: str) -> list[int]:
         """Return the ids of a text that does not start the prompt."""
         assert self.tokenizer is not None, "a chat format has a tokenizer"
         return self.tokenizer.encode_pieces(["", text]) if text else []
@@ -366,7 +365,7 @@ class TextProcessor:
         if isinstance(chat_format, TemplateChatFormat):
             tail: PromptTail | None = None
             if begun.part:
-                rendered = chat_format.render_begun_pieces(messages, **template)
+                rendered = chat_format.render_pieces_with_prefill(messages, **template)
             else:
                 rendered = chat_format.render_pieces(messages, add_generation_prompt, **template)
                 if add_generation_prompt:
@@ -375,14 +374,14 @@ class TextProcessor:
             return _EncodedConversation(ids, tail=tail, changes=rendered.changes)
         if not isinstance(chat_format, ImageChatFormat):
             if begun.part:
-                return _EncodedConversation(chat_format.encode_begun(messages, **template))
+                return _EncodedConversation(chat_format.encode_with_prefill(messages, **template))
             ids = chat_format.encode(messages, add_generation_prompt, **template)
             return _EncodedConversation(ids)
         if begun.part:
             messages, add_generation_prompt = messages[:-1], True
         ids, images = chat_format.encode_with_images(messages, add_generation_prompt, **template)
         spans = tuple(self._make_image_span(position, image) for position, image in images)
-        return _EncodedConversation([*ids, *self._encode_inner_text(begun.text)], spans)
+        return _EncodedConversation([*ids, *self._encode_mid_prompt_text(begun.text)], spans)
 
     def encode_reusing_answers(
         self,
@@ -424,7 +423,7 @@ class TextProcessor:
             self.tokenizer.token_bytes(piece).decode("utf-8", "replace")
             if isinstance(piece, int)
             else piece
-            for piece in pieces[-PROMPT_END_TOKENS:]
+            for piece in pieces[-THINKING_DETECTION_TAIL_TOKENS:]
         ).rstrip()
         marks = () if thinking is None else thinking.marks
         return extract_prompt_tail(
@@ -466,7 +465,9 @@ class TextProcessor:
             return begun.prompt_thinking(thinking)
         if thinking is None or self.tokenizer is None:
             return "free"
-        end = self.tokenizer.decode(list(ids[-PROMPT_END_TOKENS:]), skip_special=False).rstrip()
+        end = self.tokenizer.decode(
+            list(ids[-THINKING_DETECTION_TAIL_TOKENS:]), skip_special=False
+        ).rstrip()
         opening, closing = thinking.marks
         if end.endswith(closing):
             return "closed"
@@ -647,6 +648,15 @@ def check_sampling_params_type(params: SamplingParams | None) -> SamplingParams 
     return params
 
 
+def _keep_last_tokens(ids: list[int], count: int | None, has_images: bool) -> list[int]:
+    """The last ``count`` tokens of a prompt, all for None. Raises RequestError with images."""
+    if count is None or len(ids) <= count:
+        return ids
+    if has_images:
+        raise RequestError("a prompt with images cannot be truncated; shorten it")
+    return ids[-count:]
+
+
 def check_no_sampling_keywords(names: Iterable[str]) -> None:
     """Check that no keyword is a field of SamplingParams, which one argument holds.
 
@@ -688,7 +698,7 @@ def prompt_text(prompt: Any) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def _base_model_stop_strings(manifest: Any) -> tuple[str, ...]:
+def _qwen_raw_stop_strings(manifest: Any) -> tuple[str, ...]:
     """Stop strings of base models: Qwen v1 invents a dialogue, which ends at "Human:"."""
     raw = manifest.model_type == "qwen" and manifest.generation.get("chat_format") == "raw"
     return ("Human:",) if raw else ()

@@ -47,7 +47,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
     )
     recipe = report.get("quantization_errors") or []
     show_recipe_errors(recipe, any(each["before"] != each["after"] for each in recipe))
-    show_worst_layers([_mark_worst_tile_row(row) for row in report.get("layers", [])])
+    show_worst_layers([_label_if_worst_tile(row) for row in report.get("layers", [])])
     show_warnings(report)
 
 
@@ -109,7 +109,7 @@ def acceptance_summary(report: dict[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def _mark_worst_tile_row(row: dict[str, Any]) -> dict[str, Any]:
+def _label_if_worst_tile(row: dict[str, Any]) -> dict[str, Any]:
     """Label the worst row and tile of a quantized matrix; errors are relative to its norm."""
     return (
         {**row, "module": f"{row['module']}, worst tile"}

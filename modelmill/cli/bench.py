@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.bench_ops import (
-    check_op_names,
+    check_bench_ops_options,
     make_op_rows,
     measure_ops,
     plot_op_fractions,
@@ -255,7 +255,7 @@ def _check_options(args: Args) -> None:
     if args.url is not None:
         raise UsageError("--url belongs to bench serve")
     if args.what == "ops":
-        check_op_names(args.engine, args.op, args.variant)
+        check_bench_ops_options(args.engine, args.op, args.variant)
         return
     _require_engine_path(args)
     if args.op or args.variant or args.case:

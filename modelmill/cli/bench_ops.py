@@ -29,7 +29,9 @@ TABLE_COLUMNS = (
 MIN_PLOTTED_ROOFLINE_FRACTION = 0.05  # of the ceiling: below, a launch takes all the time
 
 
-def check_op_names(engine: Path | None, ops: Sequence[str], implementations: Sequence[str]) -> None:
+def check_bench_ops_options(
+    engine: Path | None, ops: Sequence[str], implementations: Sequence[str]
+) -> None:
     """Check the names of ops and variants.
 
     Raises:

@@ -9,7 +9,7 @@ from modelmill.cli.output import print_table
 
 MEDIAN_MIN_MAX_LABEL = "median (min … max)"
 
-FIGURE_UNITS = {
+BENCH_METRIC_UNITS = {
     "first_token_ms": "ms",
     "per_token_ms": "ms",
     "total_ms": "ms",
@@ -40,7 +40,7 @@ def make_result_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str,
             for key in ("shape", "requests", "input_tokens", "output_tokens")
             if key in result
         }
-        for figure, unit in FIGURE_UNITS.items():
+        for figure, unit in BENCH_METRIC_UNITS.items():
             spread = result.get(figure)
             if spread is not None:
                 details = {**about, "subject": result["subject"], "spread": spread, **workload}
@@ -54,7 +54,7 @@ def make_result_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str,
 def show_bench_table(bench_figures: Mapping[str, Any]) -> None:
     """Print the table, the speed-ups, and why a sweep ended."""
     results = bench_figures["results"]
-    figures = [name for name in FIGURE_UNITS if any(result.get(name) for result in results)]
+    figures = [name for name in BENCH_METRIC_UNITS if any(result.get(name) for result in results)]
     head = ["", *(["batch × input + output"] if "shape" in results[0] else [])]
     rows = []
     for result in results:
@@ -92,7 +92,7 @@ def _num_runs(results: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _column_title(figure: str) -> str:
-    unit = FIGURE_UNITS[figure]
+    unit = BENCH_METRIC_UNITS[figure]
     name = figure.removesuffix("_ms").removesuffix("_per_s").removesuffix("_s").replace("_", " ")
     return name if name == unit else f"{name}, {unit}"
 

@@ -30,7 +30,7 @@ from modelmill.cli.output import print_json, print_note
 from modelmill.cli.run import (
     InterruptHandler,
     print_speed,
-    wait_for_first_token,
+    show_progress_until_first_token,
     warn_if_max_tokens_exceed_context,
     with_default_max_tokens,
 )
@@ -375,13 +375,13 @@ class ChatSession:
         content = [*shown, {"type": "text", "text": line}] if shown else line
         trial: list[dict[str, Any]] | None = [*self.messages, {"role": "user", "content": content}]
         while trial is not None:
-            answered = self._answer_with_truncation(trial)
+            answered = self._answer_dropping_oldest_turns(trial)
             if answered is None:
                 return
             self.messages, results = answered
             trial = None if results is None else [*self.messages, *results]
 
-    def _answer_with_truncation(
+    def _answer_dropping_oldest_turns(
         self, trial: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None] | None:
         """Answer a conversation, without its oldest turns if it is too long.
@@ -424,7 +424,7 @@ class ChatSession:
         with (
             InterruptHandler() as interrupt,
             hide_typed_keys(),
-            wait_for_first_token(self.llm) as came,
+            show_progress_until_first_token(self.llm) as came,
         ):
             stream: Any = self.llm.stream(messages, self.params, self.settings)
             delta: ChatDelta

@@ -117,6 +117,6 @@ class LocalChatModel:
             if parser is not None and delta.finish_reason is not None:
                 cut = delta.finish_reason != "stop"
                 ids = delta.output.outputs[0].token_ids
-                forced = cut and parser.in_reasoning and request.ends_in_forced_mark(ids)
+                forced = cut and parser.in_reasoning and request.is_cut_in_forced_thinking_end(ids)
                 pieces += parser.flush(cut, forced_mark=forced)
             yield ChatDelta([piece for piece in pieces if piece != ""], delta.output)

@@ -71,7 +71,7 @@ def run(args: Args) -> int:
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.eval.checkpoint_comparison import compare_tokenizer_and_layers, draw_layer_errors
     from modelmill.eval.report import check_plot_path, plot
-    from modelmill.llm import LLM, resolve_engine_path
+    from modelmill.llm import LLM, resolve_or_build_engine
 
     if args.plot is not None:
         check_plot_path(args.plot)
@@ -82,12 +82,12 @@ def run(args: Args) -> int:
         )
     model = resolve_or_pull_model(args.engine)
     with show_progress(f"opening {model.name}", lines=True) as on_progress:
-        engine = resolve_engine_path(model, non_default_fields(args.build), on_progress, None)
+        engine = resolve_or_build_engine(model, non_default_fields(args.build), on_progress, None)
     artifact = open_artifact(engine)
     source, vision = args.vision_files.resolve_language_and_vision_paths(args.checkpoint)
     checkpoint = open_checkpoint(resolve_or_pull_model(source), delta=args.delta, vision=vision)
     if artifact.manifest.engine_type == "segmentation":
-        return _compare_masks(args, artifact, checkpoint)
+        return _compare_segmentation_stages(args, artifact, checkpoint)
     check_same_model_sizes(artifact.manifest, checkpoint)
     # rounded keys are no fault of the engine's
     settings = replace(
@@ -111,7 +111,7 @@ def run(args: Args) -> int:
     return 0 if result["passed"] else 1
 
 
-def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> int:
+def _compare_segmentation_stages(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> int:
     """The same for an engine that segments images, stage by stage.
 
     Raises UsageError for what only layers have.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import print_facts, print_json, print_table, show_progress
-from modelmill.cli.plan_tables import kept_tokens_text
+from modelmill.cli.plan_tables import format_layers_by_kv_window
 from modelmill.core import env, packages
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option_field
@@ -363,7 +363,9 @@ def _show_engine(engine: dict[str, Any]) -> None:
         ("packing", f"{engine['packing']}: read here"),
         ("built", f"for {engine['target']} with {versions}"),
     ]
-    pages = [kept_tokens_text(each["layers"], each["window"]) for each in engine["kv_windows"]]
+    pages = [
+        format_layers_by_kv_window(each["layers"], each["window"]) for each in engine["kv_windows"]
+    ]
     lines += [("KV pages", "; ".join(pages) or None), ("experts", engine["experts"])]
     tuned = format_tuning(engine["tuning"]) or "none: default launch configs"
     print_facts([*lines, ("tuning", tuned)], title=engine["path"])

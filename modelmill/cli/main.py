@@ -87,7 +87,7 @@ SUGGESTED_VERBS = {
 """Verbs of other programs, and the modelmill verb to suggest instead."""
 
 
-EXTRA_ARGUMENT_FLAGS = {
+EXTRA_ARGUMENT_HINTS = {
     "run": "pass the prompt with --prompt",
     "perplexity": "name the text file with --data",
     "summarize": "name the file of articles with --data",
@@ -127,7 +127,7 @@ def run_command_line(argv: list[str]) -> int:
     try:
         verb = _parse_subcommand(argv)
         if verb is not None:
-            _note_misspelt_variables(verb)
+            _note_misspelt_env_variables(verb)
         command = typer.main.get_command(_make_app(verb))
         code = command.main(args=argv, prog_name="modelmill", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -170,16 +170,16 @@ def _parse_subcommand(argv: list[str]) -> str | None:
     return name
 
 
-def _note_misspelt_variables(verb: str) -> None:
+def _note_misspelt_env_variables(verb: str) -> None:
     """Print a note on stderr for each variable whose name is nearly that of a flag's.
 
     Variables with other names may belong to another program.
     """
     unknown = env.flag_variables_in_env()
     # flags are read only where a variable is set, those of other verbs where it is none of this
-    if not unknown or unknown <= _flag_variables(verb):
+    if not unknown or unknown <= _flag_env_variables(verb):
         return
-    known = set().union(*map(_flag_variables, list_subcommands()))
+    known = set().union(*map(_flag_env_variables, list_subcommands()))
     prefix = env.VARIABLE_PREFIX
     names = [each.removeprefix(prefix) for each in (*known, *env.NON_FLAG_VARIABLES)]
     for name in sorted(unknown - known):
@@ -189,7 +189,7 @@ def _note_misspelt_variables(verb: str) -> None:
             print_note(f"no flag or setting is called {name}; did you mean {prefix}{hint}?")
 
 
-def _flag_variables(verb: str) -> set[str]:
+def _flag_env_variables(verb: str) -> set[str]:
     """Return the names of the variables of a verb's flags."""
     from modelmill.cli.options import collect_cli_parameters, flag_env_variable
 
@@ -311,8 +311,8 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
     text += _rounding_method_hint(text)
     is_extra = "unexpected extra argument" in text
     is_positional = getattr(getattr(error, "param", None), "param_type_name", "") == "argument"
-    if is_extra and argv[0] in EXTRA_ARGUMENT_FLAGS:
-        text += f"; {EXTRA_ARGUMENT_FLAGS[argv[0]]}"
+    if is_extra and argv[0] in EXTRA_ARGUMENT_HINTS:
+        text += f"; {EXTRA_ARGUMENT_HINTS[argv[0]]}"
     elif is_extra or is_positional or type(error).__name__ == "MissingParameter":
         text += _subcommand_usage(argv)
     verb = next((word for word in argv if not word.startswith("-")), "")

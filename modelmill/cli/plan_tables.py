@@ -162,12 +162,13 @@ def _page_group_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
         for key in ("layers", "bytes_per_sequence")
     )
     return [
-        f"{kept_tokens_text(layers[window], window)}: {format_bytes(size)} in the longest sequence"
+        f"{format_layers_by_kv_window(layers[window], window)}: "
+        f"{format_bytes(size)} in the longest sequence"
         for window, size in sizes.items()
     ]
 
 
-def kept_tokens_text(layers: int, window: int | None) -> str:
+def format_layers_by_kv_window(layers: int, window: int | None) -> str:
     """Say how many layers keep the keys and values of which tokens."""
     return f"{layers} layers keep " + (
         "all tokens" if window is None else f"the last {window} tokens"

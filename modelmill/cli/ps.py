@@ -37,7 +37,7 @@ class Args(CommonArgs):
 
 def run(args: Args) -> int:
     """Print a line for each server."""
-    facts = [server_facts(server) for server in list_running_and_prune_stale()]
+    facts = [fetch_server_facts(server) for server in list_running_and_prune_stale()]
     if args.json:
         print_json(facts)
     elif not facts:
@@ -58,7 +58,7 @@ def run(args: Args) -> int:
     return 0
 
 
-def server_facts(server: ServerRecord) -> dict[str, Any]:
+def fetch_server_facts(server: ServerRecord) -> dict[str, Any]:
     """Return what is shown of a server.
 
     Its models are those that ``/health`` tells, since they come and go; those that it was started

@@ -35,7 +35,7 @@ class RemoteChatModel:
         self._client = remote
         self._loop = asyncio.new_event_loop()
         self.model = model or self._loop.run_until_complete(remote.first_text_model_id())
-        self._parse_suggested_sampling: dict[str, dict[str, Any]] = {}
+        self._sampling_by_model: dict[str, dict[str, Any]] = {}
 
     def stream(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
@@ -91,7 +91,7 @@ class RemoteChatModel:
         Empty if the checkpoint has defaults of its own, which the server applies, and for a server
         that suggests nothing. API clients that set nothing get OpenAI's defaults instead.
         """
-        if self.model not in self._parse_suggested_sampling:
+        if self.model not in self._sampling_by_model:
             try:
                 cards = self._loop.run_until_complete(self._client.text_model_cards())
             except ModelmillError:  # the request itself says what is wrong
@@ -99,10 +99,10 @@ class RemoteChatModel:
             card = next((card for card in cards if card["id"] == self.model), {})
             if card.get("suggested_sampling") is None:  # nothing, or not before it is loaded
                 return {}
-            self._parse_suggested_sampling[self.model] = _parse_suggested_sampling(
+            self._sampling_by_model[self.model] = _parse_suggested_sampling(
                 card["suggested_sampling"]
             )
-        return self._parse_suggested_sampling[self.model]
+        return self._sampling_by_model[self.model]
 
     def choose_model(self, name: str) -> None:
         """Use another model from now on."""

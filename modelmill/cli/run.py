@@ -198,7 +198,7 @@ def make_user_content(text: str, images: Sequence[Path]) -> Any:
 
 
 @contextlib.contextmanager
-def wait_for_first_token(llm: Any) -> Iterator[Callable[[], None]]:
+def show_progress_until_first_token(llm: Any) -> Iterator[Callable[[], None]]:
     """Show progress until the first token; the caller calls the yielded function when it arrives.
 
     A GPU's kernels are compiled on first use, which may take longer than the whole answer.
@@ -241,7 +241,7 @@ def _stream_to_stdout(
     began = time.perf_counter()
     answer: RequestOutput | None = None
     wrapped = WordWrapper(terminal_width) if sys.stdout.isatty() else None
-    with InterruptHandler() as interrupt, wait_for_first_token(llm) as came:
+    with InterruptHandler() as interrupt, show_progress_until_first_token(llm) as came:
         stream = llm.stream(prompt, params)
         for delta in stream:
             if answer is None:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from modelmill.serve.standby_worker import StandbyLauncher
     from modelmill.serve.worker_messages import OpenEngine
 
-CPU_BUDGET_FRACTION = 0.8
+CPU_MEMORY_BUDGET_FRACTION = 0.8
 """Of the memory that is free at the start, where no budget is set."""
-KV_CACHE_BUDGET_FRACTION = 0.25
+MIN_KV_CACHE_BUDGET_FRACTION = 0.25
 """Of the budget, at least, for KV cache and states of an engine without a size of its own."""
 KV_SCALE_BYTES = 4
 """Of a head's keys or values of a token in 8 bits (float32)."""
@@ -169,7 +169,7 @@ def _default_memory_budget(args: Args) -> int:
         raise UsageError(
             "a catalogue on a GPU needs --memory-budget: the bytes that all loaded engines may take"
         )
-    return int(read_memory_info().free * CPU_BUDGET_FRACTION)
+    return int(read_memory_info().free * CPU_MEMORY_BUDGET_FRACTION)
 
 
 def estimate_sequence_kv_bytes(manifest: Manifest, run: RunConfig) -> int:
@@ -245,7 +245,7 @@ class _ModelFactory:
         if kv_bytes is not None:
             return kv_bytes + (self._args.run.state_cache_bytes or 0)
         cache_bytes = max(
-            int(self._budget * KV_CACHE_BUDGET_FRACTION),
+            int(self._budget * MIN_KV_CACHE_BUDGET_FRACTION),
             estimate_sequence_kv_bytes(manifest, self._args.run),
         )
         return max(min(cache_bytes, self._budget - manifest.weight_bytes), 1)

@@ -61,7 +61,7 @@ def serve_ray_replicas(
 
     plan = ReplicaSpec(
         tuple(names),
-        tuple(map(_make_message_portable, open_messages)),
+        tuple(map(_build_and_make_message_portable, open_messages)),
         args.max_waiting,
         args.max_body_bytes,
         args.log_level,
@@ -83,7 +83,7 @@ def serve_ray_replicas(
     return 0
 
 
-def _make_message_portable(message: OpenEngine) -> OpenEngine:
+def _build_and_make_message_portable(message: OpenEngine) -> OpenEngine:
     """Return ``message`` with absolute paths and an engine; a checkpoint is built now, once."""
     from modelmill.artifact.store import is_engine_folder
     from modelmill.llm import ensure_cached_engine

@@ -67,7 +67,7 @@ def _strict_tool_grammar(
     grammar = optional_strict_call_grammar(
         offered,
         body.parallel_tool_calls is not False,
-        as_json=load_chat_syntax(format_name).calls.writes_json,
+        as_json=load_chat_syntax(format_name).calls.writes_arguments_as_json,
     )
     if grammar is None:
         return None

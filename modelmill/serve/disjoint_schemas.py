@@ -65,7 +65,7 @@ def _allowed_values(schema: Schema) -> set[tuple[type, Any]] | None:
 
 def _declared_types(schema: Schema) -> set[str]:
     declared = schema.get("type")
-    names = {each for each in _as_list(declared) or [declared] if isinstance(each, str)}
+    names = {each for each in _list_or_empty(declared) or [declared] if isinstance(each, str)}
     return names | {"integer"} if "number" in names else names
 
 
@@ -75,8 +75,8 @@ def _properties(schema: Schema) -> Schema:
 
 
 def _required_names(schema: Schema) -> set[str]:
-    return {name for name in _as_list(schema.get("required")) if isinstance(name, str)}
+    return {name for name in _list_or_empty(schema.get("required")) if isinstance(name, str)}
 
 
-def _as_list(value: Any) -> list[Any]:
+def _list_or_empty(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

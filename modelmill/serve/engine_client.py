@@ -225,7 +225,7 @@ class EngineClient:
         processor = self._load_text_processor(path, self._open_engine.chat_template)
         longest = max_tokenize_tokens(max_model_len)
         processor.set_input_limits(self._open_engine.max_pixels, longest, max_model_len)
-        processor.reset_answer_history(self._open_engine.answer_history_bytes)
+        processor.set_answer_history_capacity(self._open_engine.answer_history_bytes)
         processor.set_parse_special(self._open_engine.parse_special)
         return processor
 

@@ -18,14 +18,14 @@ from modelmill.text.argument_grammar import ArgumentGrammar
 from modelmill.text.call_starts import JSON_CONTENT_FIRST_CHARS
 from modelmill.text.chat_format_registry import load_chat_syntax
 from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
-from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
+from modelmill.text.lark_builder import NON_EMPTY_TEXT, LarkBuilder
 from modelmill.text.nested_tag_grammar import NestedTagGrammar
 from modelmill.text.tool_call_reader import split_mark_parts
 
 PromptThinking = Literal["open", "closed", "free"]
 """What the prompt says of the thinking: begun, ended or excluded, or left to the model."""
 MAX_CALL_INDEX_DIGITS = 3
-NO_JSON = rf"~/(?s:\s*[{re.escape(JSON_CONTENT_FIRST_CHARS)}].*)/"
+TEXT_NOT_STARTING_AS_JSON = rf"~/(?s:\s*[{re.escape(JSON_CONTENT_FIRST_CHARS)}].*)/"
 """Texts that do not begin as JSON does."""
 
 
@@ -168,8 +168,10 @@ def _calls_or_content_expr(
     schema = builder.add_json_schema(value["content"])
     if syntax.calls.style == "react":
         _, call = _calls_opening_and_expr(builder, syntax.calls, value, several=False)
-        action = _react_thought_rule(builder, "Action: ", "Final Answer:", NO_JSON)
-        final = _react_thought_rule(builder, "Final Answer:", "Action", NO_JSON)
+        action = _react_thought_rule(
+            builder, "Action: ", "Final Answer:", TEXT_NOT_STARTING_AS_JSON
+        )
+        final = _react_thought_rule(builder, "Final Answer:", "Action", TEXT_NOT_STARTING_AS_JSON)
         return f'({schema} | {action} {call} | {final} " "? {schema})'
     content = _content_expr(builder, syntax, schema)
     calls = _first_calls_expr(builder, syntax, value)
@@ -183,7 +185,7 @@ def _calls_or_content_expr(
 def _first_calls_expr(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:
     """Calls with which an answer begins, with any mark that models write before them."""
     calls = syntax.calls
-    several = _has_several_calls(calls, value)
+    several = _allows_several_calls(calls, value)
     forms = []
     for each in (True, False) if several and calls.section_if_several else (several,):
         prefix, rest = _calls_opening_and_expr(builder, calls, value, several=each)
@@ -212,7 +214,7 @@ def _other_openings(builder: LarkBuilder, calls: CallSyntax, prefix: str) -> lis
     return openings
 
 
-def _has_several_calls(calls: CallSyntax, value: Mapping[str, Any]) -> bool:
+def _allows_several_calls(calls: CallSyntax, value: Mapping[str, Any]) -> bool:
     """Whether an answer may have several calls."""
     return value["most"] is not None and calls.max_calls is None and calls.style != "harmony"
 
@@ -239,7 +241,7 @@ def _tool_calls_expr(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[st
     """One call, or up to ``most`` calls, perhaps after text (``optional``)."""
     calls, optional = syntax.calls, bool(value.get("optional"))
     prefix, body = _calls_opening_and_expr(
-        builder, calls, value, several=_has_several_calls(calls, value)
+        builder, calls, value, several=_allows_several_calls(calls, value)
     )
     if calls.style == "react":
         thought = f"{_react_thought_rule(builder, 'Action: ', 'Final Answer:')} {body}"
@@ -312,7 +314,7 @@ def _optional_calls_expr(
     if calls.style == "pythonic":
         marks += [f"[{name}(" for name in names]
     excluded = tuple(filter(None, marks))
-    start = r"/[^{\[\s](?s:.*)/" if calls.bare else ANY_TEXT
+    start = r"/[^{\[\s](?s:.*)/" if calls.bare else NON_EMPTY_TEXT
     text = builder.text_without(excluded, start)
     if not opener:
         return f"({text} | {builder.literal(prefix)} {body})"
@@ -350,7 +352,11 @@ def _single_call_expr(builder: LarkBuilder, calls: CallSyntax, function: Mapping
     if calls.style == "tags":
         head = f"{_call_head_expr(builder, calls, name)} {builder.literal(calls.name_end)}"
         return f"{head} {NestedTagGrammar(builder, calls, name, schema).nested_tags_expr()} {close}"
-    parts = ArgumentGrammar(builder, calls, name, schema) if not calls.writes_json else None
+    parts = (
+        ArgumentGrammar(builder, calls, name, schema)
+        if not calls.writes_arguments_as_json
+        else None
+    )
     if calls.style == "pythonic":
         assert parts is not None, "this style has a syntax of its own"
         return f'{json.dumps(name + "(")} {parts.keyword_arguments_expr()} ")"'

@@ -22,7 +22,7 @@ MAX_HISTORY_BYTES = 32 << 20
 """Memory for the answers of one engine: eight million tokens."""
 MAX_ANSWERS_PER_MESSAGE = 4
 """Answers that are kept of one message: the model may write the same in several ways."""
-RECORD_BYTES = 1024
+PAST_ANSWER_OVERHEAD_BYTES = 1024
 MAX_EXACT_INTEGER = 2.0**53
 
 Piece = str | int
@@ -73,7 +73,7 @@ class PastAnswer:
     @property
     def size_bytes(self) -> int:
         """Its bytes, about."""
-        return self.ids.itemsize * len(self.ids) + RECORD_BYTES
+        return self.ids.itemsize * len(self.ids) + PAST_ANSWER_OVERHEAD_BYTES
 
 
 def make_past_answer(
@@ -87,7 +87,7 @@ def make_past_answer(
         thinks,
         content_and_calls_digest(answer),
         content_and_calls_digest(answer, strips=True),
-        text_digest(answer.reasoning),
+        stripped_text_digest(answer.reasoning),
         call_ids,
     )
 
@@ -153,10 +153,10 @@ def content_and_calls_digest(answer: ParsedAnswer, *, strips: bool = False) -> b
     """
     calls = [[call.name, canonical_arguments(call.arguments)] for call in answer.calls]
     content = answer.content.strip() if strips else answer.content
-    return text_digest(json.dumps([content, calls]))
+    return stripped_text_digest(json.dumps([content, calls]))
 
 
-def text_digest(text: str) -> bytes:
+def stripped_text_digest(text: str) -> bytes:
     """Return the digest of a text without blanks at both ends; empty for a blank one."""
     body = text.strip()
     return hashlib.sha256(body.encode("utf-8", "surrogatepass")).digest() if body else b""
@@ -209,7 +209,7 @@ def _rank_answers_by_ids_and_thinking(
     answers: Sequence[PastAnswer], message: ParsedAnswer
 ) -> list[PastAnswer]:
     call_ids = tuple(call.id for call in message.calls)
-    reasoning = text_digest(message.reasoning)
+    reasoning = stripped_text_digest(message.reasoning)
 
     def differences(answer: PastAnswer) -> tuple[bool, bool]:
         other_thinking = bool(reasoning) and answer.reasoning != reasoning

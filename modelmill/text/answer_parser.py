@@ -29,7 +29,7 @@ from modelmill.text.tool_call_reader import (
 )
 from modelmill.text.validated_call_reader import ValidatedCallReader
 
-MIN_CUT_MARK_CHARS = 3
+MIN_TRUNCATED_MARK_CHARS = 3
 """Where a limit cut an answer off, that many characters of a mark at its end are not content.
 
 Directly behind a call, and where a budget of thinking forced the mark, one character is enough.
@@ -148,7 +148,7 @@ def make_answer_parser(
         tools if isinstance(tools, Mapping) else dict.fromkeys(tools)
     )
     output = PieceCollector(max_calls, short_ids=syntax.calls.short_ids, silent=forced)
-    output.set_begun(begun)
+    output.set_prefilled_part(begun)
     if syntax.calls.style == "react":
         return ReactAnswerParser(schemas, output, continues, schema)
     if syntax.calls.style == "harmony":
@@ -229,7 +229,9 @@ class MarkedAnswerParser(AnswerParser):
                 marks = (*marks, self._thinking_open)
             size = longest_suffix_overlap_length(rest, marks)
             is_mark = (
-                size >= MIN_CUT_MARK_CHARS or self._output.follows_call or self._ends_in_forced_mark
+                size >= MIN_TRUNCATED_MARK_CHARS
+                or self._output.follows_call
+                or self._ends_in_forced_mark
             )
             rest = rest[: len(rest) - size] if is_mark else rest
         if self.in_reasoning:
@@ -240,7 +242,9 @@ class MarkedAnswerParser(AnswerParser):
 
     def _choose_content_mode(self) -> Callable[[], bool]:
         """The mode at the begin of the content."""
-        return self._detect_calls_or_schema if self._starts else self._choose_free_mode()
+        return (
+            self._detect_calls_or_schema if self._starts else self._choose_content_or_calls_mode()
+        )
 
     def _detect_calls_or_schema(self) -> bool:
         """Detect whether the answer is calls, or content that a schema holds."""
@@ -253,7 +257,7 @@ class MarkedAnswerParser(AnswerParser):
         found = [match_call_start(text, start) for start in self._starts]
         if True in found:
             self._output.withhold_text()
-            self._mode = self._choose_free_mode()
+            self._mode = self._choose_content_or_calls_mode()
             return True
         if None in found or any(each.startswith(text) for each in marks):
             return False
@@ -261,7 +265,7 @@ class MarkedAnswerParser(AnswerParser):
         self._mode = self._scan_content
         return True
 
-    def _choose_free_mode(self) -> Callable[[], bool]:
+    def _choose_content_or_calls_mode(self) -> Callable[[], bool]:
         """The mode at the begin of the content, where calls may stand in it."""
         self._marked = False
         if self._begun:

@@ -142,7 +142,7 @@ class PieceCollector:
         self.num_calls = 0
         self.follows_call = self.has_broken_call = False
 
-    def set_begun(self, begun: BegunPart) -> None:
+    def set_prefilled_part(self, begun: BegunPart) -> None:
         """Say what the prompt has begun; line breaks that come first then belong to that text."""
         self._has_text, self._has_reasoning = begun == "content", begun == "reasoning"
 
@@ -212,7 +212,7 @@ class PieceCollector:
             self._append_arguments(self._arguments.complete())
             self._arguments = None
 
-    def break_call(self) -> None:
+    def end_broken_call(self) -> None:
         """End the last call where the model broke it; the rest of it is dropped."""
         self.has_broken_call = True
         self.end_call()

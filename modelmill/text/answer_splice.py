@@ -18,7 +18,7 @@ from modelmill.text.answer_history import (
     Piece,
     PromptTail,
     content_and_calls_digest,
-    text_digest,
+    stripped_text_digest,
 )
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
@@ -27,7 +27,7 @@ from modelmill.text.chat_syntax import NO_MARKS, ChatSyntax, ThinkingSyntax
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tool_call_reader import ToolSchemas
 
-PROMPT_TAIL_CONTROL_TOKENS = 2
+NUM_PROMPT_TAIL_CONTROL_TOKENS = 2
 """Control tokens in the end of a prompt that marks the place of an answer."""
 MAX_TAIL_TEXT_CHARS = 256
 MAX_MESSAGE_ENDS_PER_ANSWER = 3
@@ -51,7 +51,7 @@ def extract_prompt_tail(
     places = [place for place, piece in enumerate(base) if isinstance(piece, int)]
     if not places or (isinstance(base[-1], str) and len(base[-1]) > MAX_TAIL_TEXT_CHARS):
         return None
-    first = places[-PROMPT_TAIL_CONTROL_TOKENS:][0]
+    first = places[-NUM_PROMPT_TAIL_CONTROL_TOKENS:][0]
     return PromptTail(tuple(_digest_long_text(piece) for piece in base[first:]), begun)
 
 
@@ -192,7 +192,7 @@ class AnswerSplicer:
             written = self._parse_pieces(segment, thinks)
             if not self._is_same_answer(written, answer):
                 continue
-            if fits and text_digest(written.reasoning) == answer.reasoning:
+            if fits and stripped_text_digest(written.reasoning) == answer.reasoning:
                 return _AnswerMatch(start, end, list(answer.ids))
             rest = None if written.reasoning.strip() else self._tokens_after_thinking(answer)
             if rest is not None:
@@ -206,21 +206,21 @@ class AnswerSplicer:
             return False
         if content_and_calls_digest(written, strips=True) != answer.stripped_message:
             return False
-        return text_digest(written.reasoning) in (answer.reasoning, b"")
+        return stripped_text_digest(written.reasoning) in (answer.reasoning, b"")
 
     def _reparses_to_sent_answer(self, answer: PastAnswer) -> bool:
         """Whether nothing was dropped from an answer, such as a call's rest, or a call too many."""
-        parsed, is_broken = self._parse_with_faults(answer.ids, answer.thinks)
+        parsed, is_broken = self._parse_and_detect_broken_call(answer.ids, answer.thinks)
         return (
             not is_broken
             and content_and_calls_digest(parsed) == answer.message
-            and text_digest(parsed.reasoning) == answer.reasoning
+            and stripped_text_digest(parsed.reasoning) == answer.reasoning
         )
 
     def _parse_pieces(self, pieces: Sequence[Piece], thinks: bool) -> ParsedAnswer:
-        return self._parse_with_faults(pieces, thinks)[0]
+        return self._parse_and_detect_broken_call(pieces, thinks)[0]
 
-    def _parse_with_faults(
+    def _parse_and_detect_broken_call(
         self, pieces: Sequence[Piece], thinks: bool
     ) -> tuple[ParsedAnswer, bool]:
         """Return the answer, and whether it has a broken call."""
@@ -239,7 +239,7 @@ class AnswerSplicer:
                 parts.append(piece.encode("utf-8", "replace"))
             elif piece in self.shown or not self.tokenizer.is_skipped_in_decode(piece):
                 token = self.tokenizer.token_bytes(piece)
-                parts.append(token if parts else self.tokenizer.first_token_bytes(piece))
+                parts.append(token if parts else self.tokenizer.token_bytes_at_text_start(piece))
         return b"".join(parts).decode("utf-8", "replace")
 
     def _tokens_after_thinking(self, answer: PastAnswer) -> list[Piece] | None:

@@ -16,7 +16,7 @@ from modelmill.text.answer_renderer import (
 from modelmill.text.chat_syntax import CallSyntax, ParameterSyntax
 from modelmill.text.lark_builder import LarkBuilder, regex_literal
 from modelmill.text.parameter_types import (
-    MAX_REFERENCES,
+    MAX_REF_CHAIN_LENGTH,
     NON_STRING_JSON_TYPES,
     resolve_pointer,
     schema_types,
@@ -26,7 +26,7 @@ Schema = Mapping[str, Any]
 # texts that a parser would read as JSON: no strings where other types are allowed
 _NON_JSON_TEXT = r"~/(?s:\s*(true|false|null|True|False|None|-?[0-9][-+.0-9eE]*|[\[{\"'].*)\s*)/"
 _NON_STRING_TYPE_NAMES_EXPR = '"number" | "boolean" | "null" | "object" | "array"'
-_NOT_AT_TOP = (
+_UNSUPPORTED_TOP_LEVEL_KEYS = (
     *("anyOf", "oneOf", "allOf", "if", "not", "const", "enum"),
     *("patternProperties", "minProperties", "maxProperties", "propertyNames"),
 )
@@ -52,7 +52,7 @@ class ArgumentGrammar:
         self._name = name
         self._rules: dict[str, str] = {}
         self._top = self._resolve_refs(schema)
-        for key in _NOT_AT_TOP:
+        for key in _UNSUPPORTED_TOP_LEVEL_KEYS:
             if key in self._top:
                 self._raise_inexpressible(key)
         if "object" not in schema_types(self._top, schema):
@@ -66,7 +66,7 @@ class ArgumentGrammar:
 
     def _resolve_refs(self, schema: Schema) -> Schema:
         """Follow references."""
-        for _ in range(MAX_REFERENCES):
+        for _ in range(MAX_REF_CHAIN_LENGTH):
             if "$ref" not in schema:
                 return schema
             target = resolve_pointer(schema["$ref"], self._root)

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 
-from modelmill.text.json_normalizer import NUMBER, WRITTEN_CLOSERS, StreamingJsonNormalizer
+from modelmill.text.json_normalizer import JSON_OUTPUT_CLOSERS, NUMBER, StreamingJsonNormalizer
 from modelmill.text.tokenizer_base import replace_surrogates
 
 LARGEST_FLOAT = repr(sys.float_info.max)
@@ -27,7 +27,7 @@ _PARTIAL_LOW_SURROGATE = re.compile(r"|\\|\\u|\\u[dD]|\\u[dD][c-fC-F][0-9a-fA-F]
 _REPLACEMENT = r"\ufffd"
 
 
-def bound_number(number: str) -> str:
+def clamp_number_to_double(number: str) -> str:
     """Return a number that a double holds: of one that is too large the nearest.
 
     An integer stays one. Without this, JavaScript reads Infinity, and Python refuses integers of
@@ -76,7 +76,7 @@ class ArgumentsStream(StreamingJsonNormalizer):
             self._out.append('"')
         elif not self._stack:
             self._out.append("{}")
-        self._out += [WRITTEN_CLOSERS[bracket] for bracket in reversed(self._stack)]
+        self._out += [JSON_OUTPUT_CLOSERS[bracket] for bracket in reversed(self._stack)]
         self.done = True
         return super().drain_json()
 
@@ -108,7 +108,7 @@ class ArgumentsStream(StreamingJsonNormalizer):
         super()._open_string(quote, is_key)
 
     def _normalize_number(self, run: str) -> str:
-        return bound_number(run)
+        return clamp_number_to_double(run)
 
     def _scan_escape(self, text: str, at: int) -> int:
         match = _SURROGATE_ESCAPE.match(text, at)

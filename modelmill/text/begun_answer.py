@@ -10,7 +10,7 @@ from modelmill.core.errors import RequestError
 from modelmill.text.answer_grammar import PromptThinking
 from modelmill.text.answer_pieces import BegunPart
 from modelmill.text.chat_syntax import ThinkingSyntax
-from modelmill.text.message_validation import join_text_parts, validate_messages
+from modelmill.text.message_validation import join_text_parts, validate_and_normalize_messages
 from modelmill.text.template_process import TemplateRefusedMessages
 
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
@@ -80,7 +80,7 @@ def parse_assistant_prefill(
         raise RequestError("continue_final_message needs a message before the last one")
     name = f"messages[{len(history)}]"
     try:
-        message = validate_messages([last], as_sent=True)[0]
+        message = validate_and_normalize_messages([last], as_sent=True)[0]
     except RequestError as error:
         raise RequestError(str(error).replace("messages[0]", name, 1)) from None
     begun = AssistantPrefill(_content_text(message), message.get("reasoning_content", ""))
@@ -127,7 +127,7 @@ def render_assistant_prefill(
     text, found, _ = whole.rpartition(end)
     has_thinking = bool(begun.content and begun.reasoning.strip() and thinking)
     if not found or (has_thinking and reasoning_end not in text):
-        text = _write_begun_answer(prompt, begun, thinking)
+        text = _append_prefill_to_prompt(prompt, begun, thinking)
     text = text.replace(reasoning_end, "")
     return (prompt, begun.text) if text == prompt + begun.text else (text, "")
 
@@ -150,7 +150,7 @@ def _mark_message_text_ends(
     return out
 
 
-def _write_begun_answer(
+def _append_prefill_to_prompt(
     prompt: str, begun: AssistantPrefill, thinking: ThinkingSyntax | None
 ) -> str:
     """Write a begun answer behind the generation prompt, in the marks of the chat format."""

@@ -15,7 +15,7 @@ from modelmill.core.types import Grammar
 from modelmill.text.answer_grammar import whole_answer_grammar
 from modelmill.text.call_starts import is_unmarked_json, unmarked_json_starts
 from modelmill.text.chat_format_registry import load_chat_syntax
-from modelmill.text.grammar import allowed_beginnings, check_grammar
+from modelmill.text.grammar import check_grammar, filter_allowed_prefixes
 from modelmill.text.tool_grammar import call_or_schema_grammar
 
 Tool = Mapping[str, Any]
@@ -38,7 +38,7 @@ def calls_or_schema_grammar(
     Raises:
         RequestError: if the parameters of a strict function are not an object.
     """
-    as_json = load_chat_syntax(format_name).calls.writes_json
+    as_json = load_chat_syntax(format_name).calls.writes_arguments_as_json
 
     def make(some: Sequence[Tool]) -> Grammar:
         return call_or_schema_grammar(some, several, schema, as_json=as_json)
@@ -87,5 +87,5 @@ def find_ambiguous_calls(schema: Any, names: Sequence[str], format_name: str) ->
     if not is_unmarked_json(calls):
         return []
     starts = {"".join(start): name for name in names for start in unmarked_json_starts(calls, name)}
-    allowed = allowed_beginnings(Grammar("json", json.dumps(schema)), starts)
+    allowed = filter_allowed_prefixes(Grammar("json", json.dumps(schema)), starts)
     return list(dict.fromkeys(starts[text] for text in allowed))

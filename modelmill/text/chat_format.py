@@ -63,14 +63,16 @@ class ChatFormat(Protocol):
     ) -> str:
         """Return the same prompt as text."""
 
-    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
+    def encode_with_prefill(
+        self, messages: Messages, **template: Unpack[ChatRenderArgs]
+    ) -> list[int]:
         """Return the prompt ids of a conversation whose last message the answer continues.
 
         Raises:
             RequestError: as ``encode``, and if the last message cannot be continued.
         """
 
-    def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
+    def render_with_prefill(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
         """Return the same prompt as text."""
         begun = parse_assistant_prefill(messages, self.thinking)
         return self.render(messages[:-1], True, **template) + begun.text
@@ -88,13 +90,15 @@ class ChatFormat(Protocol):
         """End the template process, if one runs."""
 
 
-class CodedChatFormat(ChatFormat):
+class TemplatelessChatFormat(ChatFormat):
     """A chat format whose prompts code writes, without a template."""
 
     _tokenizer: Tokenizer
 
-    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
-        """See ``ChatFormat.encode_begun``."""
+    def encode_with_prefill(
+        self, messages: Messages, **template: Unpack[ChatRenderArgs]
+    ) -> list[int]:
+        """See ``ChatFormat.encode_with_prefill``."""
         begun = parse_assistant_prefill(messages, self.thinking)
         ids = self.encode(messages[:-1], True, **template)
         # the empty piece: the text does not start the prompt

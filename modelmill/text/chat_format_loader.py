@@ -22,7 +22,7 @@ from modelmill.text.control_token_guard import (
     ControlTokenGuard,
     find_unused_mark_char,
     iter_strings,
-    remove_marks,
+    remove_guard_chars,
 )
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat_format
@@ -30,7 +30,7 @@ from modelmill.text.message_validation import (
     ChatRenderArgs,
     Messages,
     check_json_data,
-    validate_messages,
+    validate_and_normalize_messages,
 )
 from modelmill.text.prompt_format import CHAT_FORMAT_FILE, load_prompt_format
 from modelmill.text.qwen_chat_format import HISTORY_WINDOW_TOKENS, IM_END, IM_START, QwenChatFormat
@@ -194,7 +194,7 @@ class RenderedPieces(NamedTuple):
     changes: tuple[str, ...]
 
 
-class _MarkedText(NamedTuple):
+class _GuardedText(NamedTuple):
     """What a template wrote, with marks in it; begun: text that stands behind the prompt."""
 
     prompt: str
@@ -206,14 +206,17 @@ class _MarkedText(NamedTuple):
         """Return texts without marks, and ids."""
         pieces = [*tokenizer.split_control_tokens(self.prompt), *filter(None, [self.begun])]
         return RenderedPieces(
-            [remove_marks(each, self.mark) if isinstance(each, str) else each for each in pieces],
+            [
+                remove_guard_chars(each, self.mark) if isinstance(each, str) else each
+                for each in pieces
+            ],
             self.changes,
         )
 
     @property
     def text(self) -> str:
         """The text without marks."""
-        return remove_marks(self.prompt + self.begun, self.mark)
+        return remove_guard_chars(self.prompt + self.begun, self.mark)
 
 
 class TemplateChatFormat(ChatFormat):
@@ -267,7 +270,7 @@ class TemplateChatFormat(ChatFormat):
         **template: Unpack[ChatRenderArgs],
     ) -> RenderedPieces:
         """Return the prompt as text and, where the template wrote control tokens, their ids."""
-        marked = self._render_with_marks(messages, add_generation_prompt, **template)
+        marked = self._render_guarded_text(messages, add_generation_prompt, **template)
         return marked.pieces(self._tokenizer)
 
     def render(
@@ -277,46 +280,50 @@ class TemplateChatFormat(ChatFormat):
         **template: Unpack[ChatRenderArgs],
     ) -> str:
         """See ``ChatFormat.render``."""
-        return self._render_with_marks(messages, add_generation_prompt, **template).text
+        return self._render_guarded_text(messages, add_generation_prompt, **template).text
 
-    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
-        """See ``ChatFormat.encode_begun``."""
-        return self._tokenizer.encode_pieces(self.render_begun_pieces(messages, **template).pieces)
+    def encode_with_prefill(
+        self, messages: Messages, **template: Unpack[ChatRenderArgs]
+    ) -> list[int]:
+        """See ``ChatFormat.encode_with_prefill``."""
+        return self._tokenizer.encode_pieces(
+            self.render_pieces_with_prefill(messages, **template).pieces
+        )
 
-    def render_begun_pieces(
+    def render_pieces_with_prefill(
         self, messages: Messages, **template: Unpack[ChatRenderArgs]
     ) -> RenderedPieces:
-        """Return the prompt of ``encode_begun`` as ``render_pieces`` does."""
-        return self._render_begun_with_marks(messages, **template).pieces(self._tokenizer)
+        """Return the prompt of ``encode_with_prefill`` as ``render_pieces`` does."""
+        return self._render_guarded_with_prefill(messages, **template).pieces(self._tokenizer)
 
-    def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
-        """See ``ChatFormat.render_begun``."""
-        return self._render_begun_with_marks(messages, **template).text
+    def render_with_prefill(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
+        """See ``ChatFormat.render_with_prefill``."""
+        return self._render_guarded_with_prefill(messages, **template).text
 
     def close(self) -> None:
         """End the template process; the next rendering starts another."""
         self._process.close()
 
-    def _render_with_marks(
+    def _render_guarded_text(
         self,
         messages: Messages,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> _MarkedText:
+    ) -> _GuardedText:
         """Render the template."""
         template, values = self._template_and_variables(messages, tools, options)
         mark = find_unused_mark_char([template, *self._tokenizer.special, *iter_strings(values)])
-        marked = self._guard.insert_marks(values, mark)
+        marked = self._guard.insert_guard_chars(values, mark)
         text, changes = self._render_template(template, marked, add_generation_prompt)
-        return _MarkedText(text, "", mark, changes)
+        return _GuardedText(text, "", mark, changes)
 
-    def _render_begun_with_marks(
+    def _render_guarded_with_prefill(
         self,
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> _MarkedText:
+    ) -> _GuardedText:
         """Render a conversation that the answer continues; see ``render_assistant_prefill``."""
         parse_assistant_prefill(messages, self.thinking)
         template, values = self._template_and_variables(messages, tools, options)
@@ -325,7 +332,7 @@ class TemplateChatFormat(ChatFormat):
         while len(chars) < 3:
             chars.append(find_unused_mark_char([*texts, *chars]))
         mark, end, reasoning_end = chars
-        marked = self._guard.insert_marks(values, mark)
+        marked = self._guard.insert_guard_chars(values, mark)
 
         changes = dict[str, None]()
 
@@ -338,7 +345,7 @@ class TemplateChatFormat(ChatFormat):
         prompt, begun = render_assistant_prefill(
             render, marked["messages"], self.thinking, (end, reasoning_end)
         )
-        return _MarkedText(prompt, begun, mark, tuple(changes))
+        return _GuardedText(prompt, begun, mark, tuple(changes))
 
     def _template_and_variables(
         self,
@@ -351,7 +358,7 @@ class TemplateChatFormat(ChatFormat):
             "tool_use" if tools else "default", self._templates["default"]
         )
         adapted = self._adapt_messages(
-            validate_messages(messages, as_sent=True), template, bool(tools)
+            validate_and_normalize_messages(messages, as_sent=True), template, bool(tools)
         )
         request_variables: dict[str, Any] = {
             "messages": adapted,

@@ -166,7 +166,7 @@ class CallSyntax:
     max_calls: int | None = None
 
     @property
-    def writes_json(self) -> bool:
+    def writes_arguments_as_json(self) -> bool:
         """Whether the arguments of a call are written as one JSON object."""
         return self.style not in ("parameters", "tags", "pythonic") and not self.string_mark
 

@@ -31,20 +31,20 @@ class ControlTokenGuard:
         self._tails = {text[-size:].lower() for text in texts for size in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
 
-    def insert_marks(self, value: Any, mark: str) -> Any:
+    def insert_guard_chars(self, value: Any, mark: str) -> Any:
         """A copy of JSON data with the mark inside every text that needs one, keys included."""
         if isinstance(value, str):
-            return self._insert_marks_in_text(value, mark)
+            return self._insert_guard_chars_in_text(value, mark)
         if isinstance(value, Mapping):
             return {
-                self._insert_marks_in_text(key, mark): self.insert_marks(item, mark)
+                self._insert_guard_chars_in_text(key, mark): self.insert_guard_chars(item, mark)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.insert_marks(item, mark) for item in value]
+            return [self.insert_guard_chars(item, mark) for item in value]
         return value
 
-    def _insert_marks_in_text(self, text: str, mark: str) -> str:
+    def _insert_guard_chars_in_text(self, text: str, mark: str) -> str:
         if self._first is None or not text:
             return text
         body = text.strip()
@@ -76,7 +76,7 @@ def find_unused_mark_char(texts: Iterable[str]) -> str:
     )
 
 
-def remove_marks(text: str, mark: str) -> str:
+def remove_guard_chars(text: str, mark: str) -> str:
     r"""Remove the marks from `text`, also where a filter wrote them as \u escapes."""
     text = text.replace(mark, "")
     return text.replace(f"\\u{ord(mark):04x}", "") if "\\u" in text else text

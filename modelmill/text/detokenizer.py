@@ -112,7 +112,7 @@ class Detokenizer:
 
     def _decode_token(self, id: int, has_text: bool) -> str:
         data = self._tokenizer.token_bytes(id)
-        text = self._utf8.push(data if has_text else self._tokenizer.first_token_bytes(id))
+        text = self._utf8.push(data if has_text else self._tokenizer.token_bytes_at_text_start(id))
         self._has_text = self._has_text or bool(data)
         return text
 

@@ -36,12 +36,12 @@ def find_endless_reference(root: Any) -> str | None:
         groups[id(schema)] = [[id(each) for each in group] for group in required]
         pending += [each for group in required for each in group]
         pending += _optional_parts(schema)
-    finite = _reach_finite(groups)
+    finite = _nodes_with_finite_value(groups)
     endless = (each for node, each in schemas.items() if node not in finite and "$ref" in each)
     return next((str(each["$ref"]) for each in endless), None)
 
 
-def _reach_finite(groups: Mapping[int, list[list[int]]]) -> set[int]:
+def _nodes_with_finite_value(groups: Mapping[int, list[list[int]]]) -> set[int]:
     """Return the nodes with a finite value: each of their groups has a finite alternative.
 
     Every edge is followed once.
@@ -74,11 +74,11 @@ def _required_alternatives(schema: Schema, root: Any) -> Iterator[list[Schema]]:
         groups.append([resolve_pointer(schema["$ref"] or "#", root)])
     for key in ("anyOf", "oneOf"):
         groups.append(schema.get(key))
-    groups += [[each] for each in _as_list(schema.get("allOf"))]
+    groups += [[each] for each in _list_or_empty(schema.get("allOf"))]
     if schema.get("type") == "object":
         groups += _required_properties(schema)
     if schema.get("type") == "array" and type(schema.get("minItems")) is int:
-        first = _as_list(schema.get("prefixItems"))
+        first = _list_or_empty(schema.get("prefixItems"))
         groups += [[each] for each in first[: schema["minItems"]]]
         if schema["minItems"] > len(first):
             groups.append([schema.get("items")])
@@ -93,7 +93,7 @@ def _required_properties(schema: Schema) -> Iterator[list[Any]]:
     listed = schema.get("properties")
     properties = listed if isinstance(listed, Mapping) else {}
     others = None if "patternProperties" in schema else schema.get("additionalProperties")
-    for name in _as_list(schema.get("required")):
+    for name in _list_or_empty(schema.get("required")):
         if isinstance(name, str):
             yield [properties.get(name, others)]
 
@@ -105,8 +105,8 @@ def _optional_parts(schema: Schema) -> list[Any]:
         properties = schema.get(key)
         parts += properties.values() if isinstance(properties, Mapping) else []
     parts += [schema.get("items"), schema.get("additionalProperties")]
-    return parts + _as_list(schema.get("prefixItems"))
+    return parts + _list_or_empty(schema.get("prefixItems"))
 
 
-def _as_list(value: Any) -> list[Any]:
+def _list_or_empty(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

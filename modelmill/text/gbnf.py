@@ -7,7 +7,7 @@ from modelmill.core.packages import install_command
 from modelmill.core.quoting import truncate_to_one_line
 from modelmill.core.types import Grammar
 
-MAX_MESSAGE_CHARS = 200
+MAX_GRAMMAR_ERROR_CHARS = 200
 MAX_GRAMMAR_CHARS = 1 << 16
 """Its converter is in Python: a longer text would hold up other requests."""
 
@@ -35,5 +35,5 @@ def gbnf_to_lark_grammar(text: str, field: str = "grammar") -> Grammar:
     try:
         return Grammar("lark", any_to_lark(text))
     except Exception as error:  # a missing rule is a bare Exception there
-        line = truncate_to_one_line(str(error), MAX_MESSAGE_CHARS)
+        line = truncate_to_one_line(str(error), MAX_GRAMMAR_ERROR_CHARS)
         raise RequestError(f"{field}: it is no grammar in GBNF or Lark: {line}") from None

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.hf_tokenizer import (
+    make_byte_fallback_metaspace_bpe,
     make_byte_level_bpe,
-    make_character_level_bpe,
     wrap_tokenizers_core,
 )
 from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
@@ -48,7 +48,7 @@ def load_gguf_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     Raises:
         TokenizerError: if the vocabulary is broken or unknown.
     """
-    data = read_gguf_metadata(files)
+    data = parse_gguf_vocab_json(files)
     tokens = data.get("tokens")
     if (
         not isinstance(tokens, list)
@@ -67,14 +67,14 @@ def load_gguf_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     if model == "llama":
         return _make_sentencepiece_tokenizer(data, tokens, types, files)
     if model == "gemma4":
-        return _make_character_level_tokenizer(data, tokens, types, files)
+        return _make_metaspace_bpe_tokenizer(data, tokens, types, files)
     raise TokenizerError(
         f"the GGUF file's tokenizer model {str(model)[:40]!r} is not supported; convert one with "
         "gpt2, llama or gemma4"
     )
 
 
-def read_gguf_metadata(files: Mapping[str, bytes]) -> dict[str, Any]:
+def parse_gguf_vocab_json(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the metadata with short keys: "tokens" for tokenizer.ggml.tokens and so on."""
     data = parse_json_file(files, GGUF_VOCAB_FILE)
     short = {
@@ -108,7 +108,7 @@ def _make_byte_level_tokenizer(
     )
 
 
-def _make_character_level_tokenizer(
+def _make_metaspace_bpe_tokenizer(
     data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
 ) -> Tokenizer:
     """Gemma 4's: merges of characters with spaces as ▁; what has no token is written in bytes.
@@ -116,7 +116,7 @@ def _make_character_level_tokenizer(
     Lines are cut from the newlines between them. Of texts that are twice in the vocabulary the
     later id is used, as in llama.cpp.
     """
-    core = make_character_level_bpe(
+    core = make_byte_fallback_metaspace_bpe(
         {text: id for id, text in enumerate(tokens)},
         _read_merges(data),
         "the GGUF file's vocabulary",

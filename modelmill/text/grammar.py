@@ -30,7 +30,7 @@ from modelmill.text.tokenizer_base import Tokenizer, replace_surrogates
 MAX_GRAMMAR_CHARS = 1 << 18
 """Maximum characters of a schema, pattern or grammar."""
 MAX_CHOICES = 1024
-MAX_MESSAGE_CHARS = 200
+MAX_GRAMMAR_ERROR_CHARS = 200
 """Maximum characters of the library's message in an error."""
 GRAMMAR_TYPE_NAMES = {
     "json": "JSON schema",
@@ -62,11 +62,11 @@ def check_grammar(grammar: Grammar) -> None:
         )
     if matcher.is_error() and inner_grammar_type(grammar) == "calls":
         _raise_for_invalid_function(grammar)
-    _compute_first_mask(matcher, grammar)
+    _check_by_first_mask(matcher, grammar)
     _refuse_endless_schema(grammar)
 
 
-def _compute_first_mask(matcher: Any, grammar: Grammar) -> None:
+def _check_by_first_mask(matcher: Any, grammar: Grammar) -> None:
     """Compute the first mask, which is slow, and detects a grammar without any text.
 
     Raises:
@@ -75,7 +75,7 @@ def _compute_first_mask(matcher: Any, grammar: Grammar) -> None:
     if matcher.is_error():
         raise RequestError(
             f"the {_type_name(grammar)} cannot be used: "
-            f"{truncate_to_one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
+            f"{truncate_to_one_line(matcher.get_error(), MAX_GRAMMAR_ERROR_CHARS)}"
         )
     matcher.compute_bitmask()
     if matcher.is_error():
@@ -97,12 +97,12 @@ def _refuse_endless_schema(grammar: Grammar) -> None:
     elif (ref := find_endless_reference(value)) is not None:
         raise RequestError(
             f"the {_type_name(grammar)} cannot be used: "
-            f"{truncate_to_one_line(repr(ref), MAX_MESSAGE_CHARS)} requires itself, so that no "
-            f"value of it ends; leave it out of required, or allow null"
+            f"{truncate_to_one_line(repr(ref), MAX_GRAMMAR_ERROR_CHARS)} requires itself, so that "
+            f"no value of it ends; leave it out of required, or allow null"
         )
 
 
-def allowed_beginnings(grammar: Grammar, texts: Iterable[str]) -> list[str]:
+def filter_allowed_prefixes(grammar: Grammar, texts: Iterable[str]) -> list[str]:
     """Return the texts with which a text that a valid grammar allows may begin."""
     lib = _import_llguidance()
     matcher = lib.LLMatcher(
@@ -159,10 +159,10 @@ class GuideFactory:
             RequestError: if the grammar cannot be used, or no id of ``ends`` ends an answer.
         """
         if grammar.grammar_type == "answer":
-            return self._make_answer_guide(grammar, ends)
+            return self._make_whole_answer_guide(grammar, ends)
         return self._make_grammar_guide(grammar, ends)
 
-    def _make_answer_guide(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
+    def _make_whole_answer_guide(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
         """Make the guide of an answer with thinking."""
         value = json.loads(grammar.text)
         guide = None if value["answer"] is None else self._make_grammar_guide(grammar, ends)
@@ -177,7 +177,7 @@ class GuideFactory:
             matcher = self._lib.LLMatcher(
                 self._tokens, text, limits=_parser_limits(self._lib), log_level=0
             )
-        _compute_first_mask(matcher, grammar)
+        _check_by_first_mask(matcher, grammar)
         _refuse_endless_schema(grammar)
         own_ends = set(ends)
         if not own_ends.intersection(self._ends):
@@ -278,7 +278,7 @@ def _grammar_errors_as_request_errors(grammar: Grammar) -> Iterator[None]:
     except UnicodeError:
         raise RequestError(f"the {what} has an unpaired surrogate") from None
     except ValueError as error:
-        problem = truncate_to_one_line(str(error), MAX_MESSAGE_CHARS)
+        problem = truncate_to_one_line(str(error), MAX_GRAMMAR_ERROR_CHARS)
         integer = problem.removeprefix("Value is not JSON serializable: ")
         if integer.lstrip("-").isdecimal():
             problem = f"the grammar library takes no integer of more than 64 bits: {integer}"

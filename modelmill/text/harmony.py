@@ -133,7 +133,7 @@ class HarmonyAnswerParser(AnswerParser):
         if not (self._arguments.done or self._arguments.failed):
             return False
         if self._arguments.failed:
-            self._output.break_call()
+            self._output.end_broken_call()
         self._mode = self._scan_discarded_call_rest
         return True
 

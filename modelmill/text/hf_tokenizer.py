@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from modelmill.core.errors import TokenizerError
 from modelmill.text.added_tokens import add_tokens, update_token_flags
 from modelmill.text.byte_level import byte_level_char_to_byte
-from modelmill.text.rust_errors import build_or_tokenizer_error, is_rust_panic
+from modelmill.text.rust_errors import build_raising_tokenizer_error, is_rust_panic
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
 from modelmill.text.tokenizer_files import (
     TokenizerSettings,
@@ -50,7 +50,9 @@ def load_tokenizer_json(files: Mapping[str, bytes]) -> Tokenizer:
     text = (
         json.dumps(spec) if update_token_flags(spec, settings) else files["tokenizer.json"].decode()
     )
-    core = build_or_tokenizer_error("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
+    core = build_raising_tokenizer_error(
+        "tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text)
+    )
     if hasattr(core.model, "dropout"):
         core.model.dropout = None  # of training: the same text must give the same ids
     return wrap_tokenizers_core(
@@ -90,7 +92,7 @@ def make_byte_level_bpe(
     Raises:
         TokenizerError: if the merges do not match the vocabulary.
     """
-    model = build_or_tokenizer_error(
+    model = build_raising_tokenizer_error(
         file,
         lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False),
     )
@@ -99,7 +101,7 @@ def make_byte_level_bpe(
     return core
 
 
-def make_character_level_bpe(
+def make_byte_fallback_metaspace_bpe(
     vocab: dict[str, int], merges: list[tuple[str, str]], file: str
 ) -> tokenizers.Tokenizer:
     """Make a BPE of characters with spaces as ▁, which writes unknown ones in bytes (<0x0A>).
@@ -107,7 +109,7 @@ def make_character_level_bpe(
     Raises:
         TokenizerError: if the merges do not match the vocabulary.
     """
-    model = build_or_tokenizer_error(
+    model = build_raising_tokenizer_error(
         file, lambda: models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True)
     )
     core = tokenizers.Tokenizer(model)
@@ -265,7 +267,7 @@ class HfTokenizer(Tokenizer):
             data = self._bytes[id] = self._token_to_bytes(id)
         return data
 
-    def first_token_bytes(self, id: int) -> bytes:
+    def token_bytes_at_text_start(self, id: int) -> bytes:
         """Return the bytes of a text's first token, without the space that the decoder drops."""
         data = self.token_bytes(id)
         if self._drops_space and id not in self._added and data.startswith(b" "):

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.chat_format import CodedChatFormat
+from modelmill.text.chat_format import TemplatelessChatFormat
 from modelmill.text.chat_format_registry import NO_TOOLS_CHAT_FORMAT
-from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
+from modelmill.text.message_validation import (
+    ChatRenderArgs,
+    Messages,
+    validate_and_normalize_messages,
+)
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import parse_json_file
 
@@ -58,7 +62,7 @@ class ImageChatMessage(NamedTuple):
     parts: Sequence[str | ImagePart]
 
 
-class ImageChatFormat(CodedChatFormat):
+class ImageChatFormat(TemplatelessChatFormat):
     """MiniGPT-4's chat format: Vicuna's turns with pictures between marks."""
 
     format_name = NO_TOOLS_CHAT_FORMAT
@@ -250,7 +254,9 @@ def _parse_image_messages(messages: object) -> list[ImageChatMessage]:
     """
     contents, plain = _parts_and_text_only_messages(messages)
     settings = []
-    for index, (message, parts) in enumerate(zip(validate_messages(plain), contents, strict=True)):
+    for index, (message, parts) in enumerate(
+        zip(validate_and_normalize_messages(plain), contents, strict=True)
+    ):
         role = message["role"]
         if role not in ("user", "assistant", "system") or message.get("tool_calls"):
             raise RequestError(
@@ -268,7 +274,7 @@ def _parse_image_messages(messages: object) -> list[ImageChatMessage]:
 def _parts_and_text_only_messages(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
     """Return (each message's parts, the messages with only their text, for the usual checks)."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        return [], messages  # refused by ``validate_messages``
+        return [], messages  # refused by ``validate_and_normalize_messages``
     contents: list[list[str | ImagePart]] = []
     plain: list[Any] = []
     for index, message in enumerate(messages):
@@ -309,7 +315,7 @@ def _parse_image_part(part: Any, location: str) -> ImagePart | None:
 
 
 def _text_of_text_part(part: Any) -> str:
-    """Return a text part's text; ``validate_messages`` refuses other parts later."""
+    """Return a text part's text; ``validate_and_normalize_messages`` refuses other parts later."""
     text = part.get("text") if isinstance(part, Mapping) else None
     return text if isinstance(text, str) else ""
 

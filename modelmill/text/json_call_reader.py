@@ -149,7 +149,7 @@ class JsonCallReader(ToolCallReader):
         assert value is not None, "a value has begun"
         start = at
         at = value.feed(text, at, self._final)
-        if self._passing and (self._emitted or self._start_argument_stream(value)):
+        if self._passing and (self._emitted or self._try_start_argument_stream(value)):
             return self._emit_value_so_far(value, at, self._scan_after_value)
         if value.failed:
             return self._abandon_object(at)
@@ -161,7 +161,7 @@ class JsonCallReader(ToolCallReader):
             return at
         return at if self._on_value_complete(value.drain_json()) else self._abandon_object(at)
 
-    def _start_argument_stream(self, value: StreamingJsonNormalizer) -> bool:
+    def _try_start_argument_stream(self, value: StreamingJsonNormalizer) -> bool:
         """Report the call once its arguments are more than a brace."""
         self._begun += value.drain_json()
         if not self._begun[1:].strip():

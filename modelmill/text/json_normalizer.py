@@ -35,7 +35,7 @@ MAX_BARE_KEY_CHARS = 1024
 SET_BRACKET = "set"
 """An open set of Python's syntax, which becomes a list."""
 CLOSERS = {"[": "]", "{": "}", SET_BRACKET: "}"}
-WRITTEN_CLOSERS = {"[": "]", "{": "}", SET_BRACKET: "]"}
+JSON_OUTPUT_CLOSERS = {"[": "]", "{": "}", SET_BRACKET: "]"}
 
 
 def suffix_overlap(text: str, mark: str) -> int:
@@ -290,7 +290,7 @@ class StreamingJsonNormalizer:
     def _close_container(self, at: int) -> int:
         """End a container; a comma before it is dropped, blanks stay."""
         self._pending = self._pending.replace(",", "")
-        self._emit_with_pending(WRITTEN_CLOSERS[self._stack.pop()])
+        self._emit_with_pending(JSON_OUTPUT_CLOSERS[self._stack.pop()])
         self._path.pop()
         self._on_value_end()
         return at + 1

@@ -9,7 +9,7 @@ from typing import Any
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _CONTROL_CHAR_ESCAPES = {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
-ANY_TEXT = "/(?s:.)+/"
+NON_EMPTY_TEXT = "/(?s:.)+/"
 
 
 def regex_literal(text: str) -> str:
@@ -96,7 +96,7 @@ class LarkBuilder:
         contains = f"~/(?s:.*){regex_literal(core)}(?s:.*)/"
         pieces = self._split_at_control_tokens(mark)
         if pieces and pieces[0] in self._special:
-            body = self.add_terminal(" & ".join((ANY_TEXT, *terms, contains)))
+            body = self.add_terminal(" & ".join((NON_EMPTY_TEXT, *terms, contains)))
             return f"{body}{'?' if empty else ''} {self.literal(mark)}"
         head = next((i for i, piece in enumerate(pieces) if piece in self._special), len(pieces))
         # the text ends at the first mark; blanks after it are the mark's
@@ -114,7 +114,7 @@ class LarkBuilder:
         """Return the terminal of a text that is not empty and contains none of the marks."""
         marks = "|".join(map(regex_literal, excluded))
         without = f" & ~/(?s:.*)({marks})(?s:.*)/" if excluded else ""
-        return self.add_terminal((start or ANY_TEXT) + without)
+        return self.add_terminal((start or NON_EMPTY_TEXT) + without)
 
     def is_control_token(self, mark: str) -> bool:
         """Whether a mark is a control token."""

@@ -33,7 +33,9 @@ class ChatRenderArgs(TypedDict, total=False):
     options: Mapping[str, Any] | None
 
 
-def validate_messages(messages: object, *, as_sent: bool = False) -> list[dict[str, Any]]:
+def validate_and_normalize_messages(
+    messages: object, *, as_sent: bool = False
+) -> list[dict[str, Any]]:
     """A copy of the conversation; raises RequestError naming the message that is wrong.
 
     "developer" becomes "system". Unless as_sent, a list of text parts becomes one text, a line

@@ -53,15 +53,16 @@ class NestedTagGrammar(ArgumentGrammar):
         """A value between its tags."""
         mark = self._calls.tag_prefix
         close = f"{mark}</{tag}>"
-        return f"{self._builder.literal(f'{mark}<{tag}>')} {self._closed_value_expr(schema, close)}"
+        opened = self._builder.literal(f"{mark}<{tag}>")
+        return f"{opened} {self._value_and_close_tag_expr(schema, close)}"
 
-    def _closed_value_expr(self, schema: Schema, close: str) -> str:
+    def _value_and_close_tag_expr(self, schema: Schema, close: str) -> str:
         """A value and its closing tag."""
         if "$ref" in schema:
             return self._reference_rule(str(schema["$ref"]), close)
         builder = self._builder
         types = schema_types(schema, self._root)
-        if types == {"object"} and self._is_plain_object(schema):
+        if types == {"object"} and self._is_expressible_as_member_tags(schema):
             return f"{self._tagged_properties_expr(schema)} {builder.literal(close)}"
         if types == {"array"} and schema.keys() <= _LIST_KEYS:
             items = schema.get("items")
@@ -76,7 +77,7 @@ class NestedTagGrammar(ArgumentGrammar):
         forms = [form(close) for form in (string, other) if form is not None]
         return f"({' | '.join(forms)})"
 
-    def _is_plain_object(self, schema: Schema) -> bool:
+    def _is_expressible_as_member_tags(self, schema: Schema) -> bool:
         """Whether tags for the declared members are all that an object needs."""
         closed = "properties" in schema or schema.get("additionalProperties") is False
         names = [key for key, _, required in schema_properties(schema) if required]
@@ -103,7 +104,7 @@ class NestedTagGrammar(ArgumentGrammar):
         if key not in self._rules:
             self._rules[key] = self._builder.new_symbol_name("d")
             target = self._resolve_refs({"$ref": reference})
-            self._builder.define(self._rules[key], self._closed_value_expr(target, close))
+            self._builder.define(self._rules[key], self._value_and_close_tag_expr(target, close))
         return self._rules[key]
 
 

@@ -25,7 +25,7 @@ from modelmill.text.tool_call_reader import (
 
 ESCAPED_NEWLINE = "\\n"
 """A backslash and an n, which GLM sometimes writes for the line break between two marks."""
-WRITTEN_STRING_TYPES = ("string", "any")
+STRING_TYPE_ATTRIBUTE_VALUES = ("string", "any")
 """Names of types whose text is the value, where the tool declares none."""
 ARGUMENTS_WRAPPER_KEYS = ("arguments", "input", "parameters", "properties")
 """Names under which models write all arguments as one object, though the tool has no such one."""
@@ -115,7 +115,7 @@ class ParameterCallReader(NamedCallReader):
         if self._final and self.cut:
             self._state = self._skip_broken_call
         else:
-            self._begin_broken_call_rest()
+            self._end_broken_call_and_skip_rest()
         return at
 
     def _scan_parameter(self, text: str, at: int) -> int:
@@ -178,7 +178,7 @@ class ParameterCallReader(NamedCallReader):
         if text[start] == "{":
             return self._enter_arguments_object(start)
         self._emit_call_begin_once()  # its marks say that it is a call
-        self._begin_broken_call_rest()
+        self._end_broken_call_and_skip_rest()
         return at
 
     def _enter_arguments_object(self, at: int) -> int:
@@ -202,7 +202,7 @@ class ParameterCallReader(NamedCallReader):
         if self._json.failed:
             if not self._is_begun:
                 return self._reject_block(at)
-            self._begin_broken_call_rest()
+            self._end_broken_call_and_skip_rest()
         elif self._json.done:
             self._state = self._scan_arguments_object_close
         return at
@@ -254,7 +254,7 @@ class ParameterCallReader(NamedCallReader):
         elif self._parameter.type_attribute:
             key, attribute = _split_key_and_is_string(key.rstrip())
         if self._parameter.type_open or written_type:
-            attribute = written_type in WRITTEN_STRING_TYPES
+            attribute = written_type in STRING_TYPE_ATTRIBUTE_VALUES
         key = self._clean_key(self._unescape_attribute(key))
         self._type = resolve_parameter_type(
             self._tools.get(self._name), key, self._parameter.undeclared, attribute

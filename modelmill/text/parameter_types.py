@@ -14,7 +14,7 @@ from modelmill.text.tokenizer_base import replace_surrogates
 
 NON_STRING_JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
 EVERY_JSON_TYPE = NON_STRING_JSON_TYPES | {"string"}
-MAX_REFERENCES = 32
+MAX_REF_CHAIN_LENGTH = 32
 """Maximum references of a schema that are followed one after the other."""
 MAX_SCHEMA_PARTS = 256
 """Maximum references and alternatives of a schema that are read for one argument."""

@@ -15,9 +15,13 @@ from modelmill.core.chat_format_file import CHAT_FORMAT_FILE as CHAT_FORMAT_FILE
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.core.module_lookup import import_module_if_exists, list_module_names
 from modelmill.text.begun_answer import parse_assistant_prefill
-from modelmill.text.chat_format import CodedChatFormat
+from modelmill.text.chat_format import TemplatelessChatFormat
 from modelmill.text.chat_format_registry import NO_TOOLS_CHAT_FORMAT
-from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
+from modelmill.text.message_validation import (
+    ChatRenderArgs,
+    Messages,
+    validate_and_normalize_messages,
+)
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import parse_json_file
 
@@ -33,7 +37,7 @@ class TurnMessage(NamedTuple):
     content: str
 
 
-class PromptFormat(CodedChatFormat):
+class PromptFormat(TemplatelessChatFormat):
     """A conversation as segments: one system text perhaps, then turns of user and assistant.
 
     User text never becomes control tokens.
@@ -116,16 +120,18 @@ class PromptFormat(CodedChatFormat):
             for segment in segments
         )
 
-    def encode_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> list[int]:
-        """See ``ChatFormat.encode_begun``."""
+    def encode_with_prefill(
+        self, messages: Messages, **template: Unpack[ChatRenderArgs]
+    ) -> list[int]:
+        """See ``ChatFormat.encode_with_prefill``."""
         if not self.answer_header:
-            return super().encode_begun(messages, **template)
+            return super().encode_with_prefill(messages, **template)
         text = parse_assistant_prefill(messages, None).text
         ids, encode = self.encode(messages[:-1], True, **template), self._tokenizer.encode
         return [*ids, *encode(self.answer_header, bos=False), *encode(text, bos=False)]
 
-    def render_begun(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
-        """See ``ChatFormat.render_begun``."""
+    def render_with_prefill(self, messages: Messages, **template: Unpack[ChatRenderArgs]) -> str:
+        """See ``ChatFormat.render_with_prefill``."""
         text = parse_assistant_prefill(messages, None).text
         return self.render(messages[:-1], True, **template) + self.answer_header + text
 
@@ -158,7 +164,7 @@ class PromptFormat(CodedChatFormat):
                 f"{self.name} has no option; leave it out"
             )
         system, turns = "", list[TurnMessage]()
-        for index, message in enumerate(validate_messages(messages)):
+        for index, message in enumerate(validate_and_normalize_messages(messages)):
             role, content = message["role"], message["content"]
             if role == "system" and index == 0 and self.has_system:
                 system = content

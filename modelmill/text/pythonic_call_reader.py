@@ -165,7 +165,7 @@ class PythonicCallReader(ToolCallReader):
             return start + 1
         self._state = self._scan_keyword
         if text[start] != ")":
-            self._begin_broken_call_rest()
+            self._end_broken_call_and_skip_rest()
         return start
 
     def _complete_open_call(self, at: int) -> int:
@@ -234,7 +234,7 @@ class PythonicCallReader(ToolCallReader):
     def _abandon_call(self, at: int) -> int:
         if not self._started:
             return self._reject_block(at)
-        self._begin_broken_call_rest()
+        self._end_broken_call_and_skip_rest()
         return at
 
 

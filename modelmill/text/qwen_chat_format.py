@@ -7,8 +7,12 @@ from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react_tools as react
-from modelmill.text.chat_format import CodedChatFormat
-from modelmill.text.message_validation import ChatRenderArgs, Messages, validate_messages
+from modelmill.text.chat_format import TemplatelessChatFormat
+from modelmill.text.message_validation import (
+    ChatRenderArgs,
+    Messages,
+    validate_and_normalize_messages,
+)
 from modelmill.text.tokenizer_base import Tokenizer
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -16,7 +20,7 @@ DEFAULT_SYSTEM = "You are a helpful assistant."
 HISTORY_WINDOW_TOKENS = 6144
 
 
-class QwenChatFormat(CodedChatFormat):
+class QwenChatFormat(TemplatelessChatFormat):
     """Qwen v1's chat format; role, newline and content are tokenized separately, as in training.
 
     User text never becomes control tokens.
@@ -89,7 +93,7 @@ class QwenChatFormat(CodedChatFormat):
                 f"the template option {sorted(options)[0][:40]!r} is unknown: Qwen's chat format "
                 "has no option; leave it out"
             )
-        conversation = validate_messages(messages)
+        conversation = validate_and_normalize_messages(messages)
         if not react.conversation_uses_tools(conversation, tools):
             system, history, query = self._split_system_history_query(conversation)
             return [

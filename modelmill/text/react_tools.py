@@ -338,7 +338,7 @@ class ReactAnswerParser(AnswerParser):
         at = stream.feed(text, 0, final)
         self._output.add_arguments(stream.drain_json())
         if stream.failed:
-            self._output.break_call()
+            self._output.end_broken_call()
         if stream.done or stream.failed:
             self._mode = self._scan_discarded_rest
         return at

@@ -24,7 +24,7 @@ JOINED_MESSAGES_WARNINGS = {
 _REASONING_KEYS = ("reasoning_content", "thinking")
 
 
-class OrderedMessages(NamedTuple):
+class RearrangedMessages(NamedTuple):
     """A conversation in another order of roles.
 
     Attributes:
@@ -36,7 +36,7 @@ class OrderedMessages(NamedTuple):
     changes: tuple[str, ...]
 
 
-def iter_role_rearrangements(messages: Sequence[Mapping[str, Any]]) -> Iterator[OrderedMessages]:
+def iter_role_rearrangements(messages: Sequence[Mapping[str, Any]]) -> Iterator[RearrangedMessages]:
     """Yield the conversation in other orders of roles, those that change less first.
 
     Successive messages of the system or the user are one, then also those of the assistant; then
@@ -55,7 +55,7 @@ def iter_role_rearrangements(messages: Sequence[Mapping[str, Any]]) -> Iterator[
         lines = [
             JOINED_MESSAGES_WARNINGS[role] for role in roles if _has_successive(messages, role)
         ]
-        yield OrderedMessages(joined, (*change, *lines))
+        yield RearrangedMessages(joined, (*change, *lines))
 
 
 def join_successive_messages(

@@ -8,7 +8,7 @@ from typing import Any
 from modelmill.core.errors import TokenizerError
 
 
-def build_or_tokenizer_error(file: str, build: Callable[[], Any]) -> Any:
+def build_raising_tokenizer_error(file: str, build: Callable[[], Any]) -> Any:
     """Return ``build()``; the library's exceptions become TokenizerErrors that name the file."""
     try:
         return build()

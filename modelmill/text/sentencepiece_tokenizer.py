@@ -39,7 +39,7 @@ CHATGLM_TOKENS = (
 )  # fmt: skip
 """Of ChatGLM2 and 3, behind the pieces, whether the config names them or not."""
 CHATGLM_PREFIX = ("[gMASK]", "sop")
-BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_PIECE_PATTERN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def load_spm_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
@@ -85,7 +85,7 @@ def load_pieces_json_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
             pieces.append(
                 SpmPiece(name, float(score), UNKNOWN_PIECE if name == "<unk>" else CONTROL_PIECE)
             )
-        elif BYTE_NAME.fullmatch(text):
+        elif BYTE_PIECE_PATTERN.fullmatch(text):
             pieces.append(SpmPiece(text, float(score), BYTE_PIECE))
         else:
             pieces.append(SpmPiece(text.replace(" ", METASPACE), float(score)))
@@ -236,14 +236,14 @@ class SpmTokenizer(Tokenizer):
         """Return the exact bytes of a token; b"" for an unknown id."""
         return self._bytes.get(id, b"")
 
-    def first_token_bytes(self, id: int) -> bytes:
+    def token_bytes_at_text_start(self, id: int) -> bytes:
         """Return the bytes of a text's first token, without the dummy space."""
         data = self.token_bytes(id)
         return data[1:] if self._dummy_prefix and id in self._leading else data
 
 
 def _piece_to_bytes(piece: SpmPiece) -> bytes:
-    byte = BYTE_NAME.fullmatch(piece.text) if piece.type == BYTE_PIECE else None
+    byte = BYTE_PIECE_PATTERN.fullmatch(piece.text) if piece.type == BYTE_PIECE else None
     return bytes([int(byte[1], 16)]) if byte else piece.text.replace(METASPACE, " ").encode("utf-8")
 
 

@@ -12,7 +12,7 @@ import tiktoken
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.hf_tokenizer import load_tokenizer_json
-from modelmill.text.rust_errors import build_or_tokenizer_error
+from modelmill.text.rust_errors import build_raising_tokenizer_error
 from modelmill.text.tiktoken_tokenizer import TiktokenTokenizer, check_all_bytes_present
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo, replace_surrogates
 from modelmill.text.tokenizer_files import (
@@ -25,7 +25,7 @@ from modelmill.text.tokenizer_files import (
 
 TEKKEN_FILE = "tekken.json"
 # of files that do not list them, which have the versions up to 7
-OLDER_CONTROL_TOKENS = (
+DEFAULT_CONTROL_TOKENS = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
     "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
@@ -68,7 +68,7 @@ def load_tekken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         return load_tokenizer_json(files)
     check_bos_eos_in_vocab(settings.special_tokens, special, TEKKEN_FILE)
     ranks = _read_token_ranks(data, size - first)
-    encoding = build_or_tokenizer_error(
+    encoding = build_raising_tokenizer_error(
         TEKKEN_FILE,
         lambda: tiktoken.Encoding(
             TEKKEN_FILE, pat_str=config["pattern"], mergeable_ranks=ranks, special_tokens={}
@@ -105,7 +105,7 @@ def _read_control_tokens(data: Mapping[str, Any], count: int) -> tuple[dict[str,
     """Return text → id of all tokens before the vocabulary, and the texts that are not decoded."""
     listed = data.get("special_tokens")
     if listed is None:
-        rows = [{"rank": i, "token_str": text} for i, text in enumerate(OLDER_CONTROL_TOKENS)]
+        rows = [{"rank": i, "token_str": text} for i, text in enumerate(DEFAULT_CONTROL_TOKENS)]
     elif isinstance(listed, list) and all(isinstance(row, dict) for row in listed):
         rows = listed
     else:

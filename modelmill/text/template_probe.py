@@ -91,7 +91,7 @@ def adapt_messages(
     """Convert validated messages to the forms that a template accepts.
 
     Args:
-        messages: from ``validate_messages(…, as_sent=True)``.
+        messages: from ``validate_and_normalize_messages(…, as_sent=True)``.
         parts: whether the template accepts lists of parts in messages of a role; called only if a
             message has such a list.
         calls: the accepted forms of tool calls; called only if a message has one.

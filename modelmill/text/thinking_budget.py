@@ -76,7 +76,9 @@ class ThinkingBudget:
             self._ended = True
 
 
-def ends_in_forced_mark(tokenizer: Tokenizer, grammar: Grammar | None, ids: Sequence[int]) -> bool:
+def is_cut_in_forced_thinking_end(
+    tokenizer: Tokenizer, grammar: Grammar | None, ids: Sequence[int]
+) -> bool:
     """Return whether an answer that was cut ends in a closing mark that a budget forced.
 
     Args:

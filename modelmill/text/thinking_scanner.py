@@ -33,7 +33,7 @@ class AnswerThinkingSyntax:
     repeats: bool
 
 
-def find_thinking_syntax(
+def make_answer_thinking_syntax(
     syntax: ChatSyntax,
     thinking: ThinkingSyntax | None,
     prompt_thinking: PromptThinking,

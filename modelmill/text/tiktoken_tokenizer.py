@@ -18,7 +18,7 @@ import tiktoken
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.pre_tokenizers import PRE_TOKENIZERS
-from modelmill.text.rust_errors import build_or_tokenizer_error, is_rust_panic
+from modelmill.text.rust_errors import build_raising_tokenizer_error, is_rust_panic
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
 from modelmill.text.tokenizer_files import (
     TokenizerSettings,
@@ -99,7 +99,7 @@ def load_tiktoken_tokenizer(files: Mapping[str, bytes], name: str) -> Tokenizer:
     special = _merge_control_tokens(known, ranks, settings, name)
     words = PRE_TOKENIZERS[known.words]
     check_bos_eos_in_vocab(settings.special_tokens, special, name)
-    encoding = build_or_tokenizer_error(
+    encoding = build_raising_tokenizer_error(
         name,
         lambda: tiktoken.Encoding(
             name, pat_str=words.cuts[0], mergeable_ranks=ranks, special_tokens=special
@@ -175,7 +175,9 @@ class TiktokenTokenizer(Tokenizer):
     def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
         del at_start  # byte-level: the ids do not depend on the position of the text
         ids: list[int] = []
-        for part in _split_blank_runs(normalize_nfc(text) if self._normalizes else text):
+        for part in _split_overlong_whitespace_runs(
+            normalize_nfc(text) if self._normalizes else text
+        ):
             try:
                 ids.extend(self._encoding.encode_ordinary(part))
             except BaseException as error:
@@ -210,7 +212,7 @@ def normalize_nfc(text: str) -> str:
     return "".join(parts)
 
 
-def _split_blank_runs(text: str) -> Iterator[str]:
+def _split_overlong_whitespace_runs(text: str) -> Iterator[str]:
     """`text` cut inside blank runs that the library could not take; any other text in one part."""
     start = 0
     for run in LONG_BLANK_RUN.finditer(text):

@@ -72,7 +72,7 @@ class Tokenizer(ABC):
         )
         self._edges = {text: edges for text, edges in traits.edges.items() if any(edges)}
 
-    def set_max_tokens(self, max_tokens: int, context: int | None = None) -> None:
+    def set_input_token_limit(self, max_tokens: int, context: int | None = None) -> None:
         """Refuse texts of more than ``max_tokens`` tokens from now on.
 
         Args:
@@ -195,7 +195,7 @@ class Tokenizer(ABC):
     def token_bytes(self, id: int) -> bytes:
         """Return the exact bytes of a token (control tokens: their text); b"" for an unknown id."""
 
-    def first_token_bytes(self, id: int) -> bytes:
+    def token_bytes_at_text_start(self, id: int) -> bytes:
         """Return the bytes of a text's first token; SentencePiece drops its leading space."""
         return self.token_bytes(id)
 
@@ -211,7 +211,7 @@ class Tokenizer(ABC):
             if skip_special and id in self._skipped:
                 continue
             data = self.token_bytes(id)
-            chunks.append(data if has_text else self.first_token_bytes(id))
+            chunks.append(data if has_text else self.token_bytes_at_text_start(id))
             has_text = has_text or bool(data)
         if not self.each_byte:
             return b"".join(chunks).decode("utf-8", errors="replace")

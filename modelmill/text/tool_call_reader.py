@@ -248,7 +248,7 @@ class ToolCallReader(ABC):
         self._output.add_arguments(value.drain_json())
         self._drop_pending_as_call()
         if value.failed:
-            self._begin_broken_call_rest()
+            self._end_broken_call_and_skip_rest()
         elif value.done:
             self._state = following
         return at
@@ -275,9 +275,9 @@ class ToolCallReader(ABC):
         schema = self._tools.get(name)
         return schema is not None and has_required_arguments(schema, set())
 
-    def _begin_broken_call_rest(self) -> None:
+    def _end_broken_call_and_skip_rest(self) -> None:
         """The arguments of a call are broken: they end here."""
-        self._output.break_call()
+        self._output.end_broken_call()
         self._state = self._skip_broken_call
 
     def _end_broken_call(self, _mark: str) -> None:

@@ -12,7 +12,7 @@ from modelmill.core.types import Grammar
 from modelmill.text.parameter_types import resolve_pointer
 
 Schema = Mapping[str, Any]
-MAX_FORCED_CALLS = 16
+MAX_CONSTRAINED_CALLS = 16
 """Maximum calls of one forced answer."""
 MAX_ONEOF_PAIRS = 2048
 """Maximum pairs of a schema's alternatives (oneOf) that are compared."""
@@ -38,7 +38,7 @@ def forced_call_grammar(
     Args:
         tools: definitions of the tools.
         name: the tool to call; None: any of them.
-        several: whether the answer is a list of 1 to MAX_FORCED_CALLS calls instead.
+        several: whether the answer is a list of 1 to MAX_CONSTRAINED_CALLS calls instead.
 
     Raises:
         RequestError: if a function's parameters are not an object.
@@ -49,7 +49,8 @@ def forced_call_grammar(
         for function in functions
     ]
     return Grammar(
-        "calls", json.dumps({"functions": declared, "most": MAX_FORCED_CALLS if several else None})
+        "calls",
+        json.dumps({"functions": declared, "most": MAX_CONSTRAINED_CALLS if several else None}),
     )
 
 
@@ -102,7 +103,7 @@ def _optional_call_grammar(
         }
         for function in functions
     ]
-    most = MAX_FORCED_CALLS if several else None
+    most = MAX_CONSTRAINED_CALLS if several else None
     return Grammar("calls", json.dumps({"functions": declared, "most": most, **more}))
 
 
@@ -137,7 +138,9 @@ def forbid_additional_properties(schema: Schema) -> dict[str, Any]:
     if any(map(_is_conjunction, parts)):
         return dict(schema)
     pairs = (
-        pair for part in parts for pair in itertools.permutations(_as_list(part.get("oneOf")), 2)
+        pair
+        for part in parts
+        for pair in itertools.permutations(_list_or_empty(part.get("oneOf")), 2)
     )
     first_pairs = list(itertools.islice(pairs, MAX_ONEOF_PAIRS + 1))
     if len(first_pairs) > MAX_ONEOF_PAIRS or not all(
@@ -207,7 +210,7 @@ def _has_no_subschemas(schema: Schema) -> bool:
 
 
 def _required_names(schema: Schema) -> set[str]:
-    return {name for name in _as_list(schema.get("required")) if isinstance(name, str)}
+    return {name for name in _list_or_empty(schema.get("required")) if isinstance(name, str)}
 
 
 def _declared_types(schema: Schema) -> set[str]:
@@ -224,7 +227,9 @@ def _declared_types(schema: Schema) -> set[str]:
 def _allowed_strings(schema: Any) -> set[str]:
     """Return the strings of an enum or const; empty if other values fit, too."""
     values = (
-        _as_list(schema.get("enum", [schema.get("const")])) if isinstance(schema, Mapping) else []
+        _list_or_empty(schema.get("enum", [schema.get("const")]))
+        if isinstance(schema, Mapping)
+        else []
     )
     return set(values) if values and all(isinstance(value, str) for value in values) else set()
 
@@ -266,5 +271,5 @@ def _map_subschemas(schema: Schema, change: Callable[[Schema], Any]) -> dict[str
     return out
 
 
-def _as_list(value: Any) -> list[Any]:
+def _list_or_empty(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

@@ -12,7 +12,7 @@ from modelmill.core.types import SamplingParams
 from modelmill.text.answer_pieces import SHORT_ID_CHARS, ParsedAnswer, ParsedToolCall
 from modelmill.text.answer_renderer import render_answer
 from modelmill.text.chat_format_registry import NO_TOOLS_CHAT_FORMAT, load_chat_syntax
-from modelmill.text.message_validation import validate_messages
+from modelmill.text.message_validation import validate_and_normalize_messages
 
 OBSERVATION_LABEL = "Observation:"
 TOOLS_SYSTEM_PROMPT = """\
@@ -54,9 +54,9 @@ def prepare_tool_conversation(
     ):
         return list(messages), {}
     if format_name == NO_TOOLS_CHAT_FORMAT and (tools or not writes_calls):
-        return list(describe_tools_in_text(messages, tools)), {}
+        return list(convert_tool_conversation_to_text(messages, tools)), {}
     calls = load_chat_syntax(format_name).calls
-    out = validate_messages(messages, as_sent=True)
+    out = validate_and_normalize_messages(messages, as_sent=True)
     if calls.one_per_message:
         out = split_parallel_calls(out)
     if calls.short_ids:
@@ -77,7 +77,7 @@ def add_call_stop_strings(params: SamplingParams, format_name: str) -> SamplingP
     return replace(params, stop=tuple(dict.fromkeys((*params.stop, *stops))))
 
 
-def describe_tools_in_text(
+def convert_tool_conversation_to_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Convert a conversation for a chat format without tools.
@@ -94,7 +94,10 @@ def describe_tools_in_text(
         if tools
         else ""
     )
-    out = [_message_to_plain_text(message) for message in validate_messages(messages)]
+    out = [
+        _tool_message_to_text_message(message)
+        for message in validate_and_normalize_messages(messages)
+    ]
     if not intro:
         return out
     if out[0]["role"] == "system":
@@ -103,7 +106,7 @@ def describe_tools_in_text(
     return [{"role": "system", "content": intro}, *out]
 
 
-def _message_to_plain_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_message_to_text_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a validated message to plain text."""
     if message["role"] == "tool":
         return {

@@ -254,7 +254,7 @@ def test_a_misspelt_variable_is_reported(
     note: str | None,
 ) -> None:
     monkeypatch.setenv(variable, "auto")
-    command._note_misspelt_variables("doctor")
+    command._note_misspelt_env_variables("doctor")
     err = capsys.readouterr().err
     assert err == "" if note is None else f"is called {variable};" in err and note in err
 

@@ -140,7 +140,7 @@ def test_what_stop_waits_for_is_said(
 
 def test_a_server_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = ServerRecord("http://127.0.0.1:9", ("m",), 1, 0.0)
-    facts = ps.server_facts(nobody)
+    facts = ps.fetch_server_facts(nobody)
     assert (facts["state"], facts["models"]) == (ps.NO_ANSWER_STATE, list(nobody.models))
 
 
@@ -151,12 +151,12 @@ def test_models_that_come_and_go_are_listed_with_their_state(
     states = {"a": "ready", "b": "unloaded", "c": "sleeping"}
     engines = [{"name": name, "state": state} for name, state in states.items()]
     monkeypatch.setattr(ps, "fetch_server_health", lambda _: {"status": "ok", "engines": engines})
-    facts = ps.server_facts(server)
+    facts = ps.fetch_server_facts(server)
     assert facts["models"] == ["a", "b", "c"]
     assert facts["model_states"] == states
     assert ps.format_served_models(facts) == "a, b (unloaded), c (sleeping)"
     monkeypatch.setattr(ps, "fetch_server_health", lambda _: {"status": "ok", "engines": []})
-    assert ps.format_served_models(ps.server_facts(server)) == "none now"
+    assert ps.format_served_models(ps.fetch_server_facts(server)) == "none now"
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_without_the_memory_the_prompt_differs(
 ) -> None:
     processor = service.engine.text_processor
     monkeypatch.setattr(processor, "_answer_history", processor._answer_history)  # restores it
-    processor.reset_answer_history(0)
+    processor.set_answer_history_capacity(0)
     chat(service, True, 0)
     first, second = states
     computed = [*first.request.prompt, *first.output.outputs[0].token_ids[:-1]]

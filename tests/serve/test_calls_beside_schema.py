@@ -220,7 +220,7 @@ def test_a_call_or_content_of_the_schema_after_thinking(
 def test_one_call_where_parallel_ones_are_off(
     running: ServiceThread, dialect: str, prefer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelmill.text.tool_grammar.MAX_FORCED_CALLS", 2)
+    monkeypatch.setattr("modelmill.text.tool_grammar.MAX_CONSTRAINED_CALLS", 2)
     prefer("<", 100.0, ends=-50.0)
     for several in (False, True):
         for answer, _ in DIALECTS[dialect](running, True, parallel_tool_calls=several):

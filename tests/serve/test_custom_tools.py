@@ -97,7 +97,7 @@ def test_a_regex_is_enforced_in_every_call_syntax(format_name: str) -> None:
     for grammar in (
         forced_call_grammar([tool], "run"),
         optional_strict_call_grammar(
-            [tool], True, as_json=load_chat_syntax(format_name).calls.writes_json
+            [tool], True, as_json=load_chat_syntax(format_name).calls.writes_arguments_as_json
         ),
     ):
         whole = whole_answer_grammar(grammar, format_name, None, "closed")

@@ -96,7 +96,7 @@ def handle_of(
             )
         ),
         token_counts=lambda index: (1, 1, 0),
-        ends_in_forced_mark=lambda ids: False,
+        is_cut_in_forced_thinking_end=lambda ids: False,
         make_answer_detokenizer=lambda: texts and SimpleNamespace(push=texts.__getitem__),
     )
     return SimpleNamespace(request_states=[state])

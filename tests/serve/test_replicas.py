@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
 from modelmill.cli.main import run_command_line
-from modelmill.cli.serve_ray import _make_message_portable
+from modelmill.cli.serve_ray import _build_and_make_message_portable
 from modelmill.core.packages import install_command
 from modelmill.serve import stream
 from modelmill.serve.replicas.asgi_call import MAX_QUEUED_CHUNKS, call_asgi_app
@@ -487,7 +487,7 @@ def test_a_checkpoint_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "model.gguf").write_text("")
     (tmp_path / "own.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(tmp_path)
-    order = _make_message_portable(
+    order = _build_and_make_message_portable(
         OpenEngine("model.gguf", {"quantization": "int8"}, {"tp": 2}, chat_template="own.jinja")
     )
     assert built == [(Path("model.gguf"), "int8")]

@@ -127,7 +127,7 @@ def check_strict_calls(name: str, seeds: range) -> tuple[int, int]:
         tools = {"f": WEATHER}
         offered = tool("f", WEATHER)
         offered["function"]["strict"] = True
-        as_json = load_chat_syntax(name).calls.writes_json
+        as_json = load_chat_syntax(name).calls.writes_arguments_as_json
         inner = optional_strict_call_grammar([offered], rng.random() < 0.5, as_json=as_json)
         assert inner is not None
         state = rng.choice(STATES) if name != "gpt_oss" else "free"

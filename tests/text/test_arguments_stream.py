@@ -13,7 +13,7 @@ from modelmill.text.arguments_stream import (
     LARGEST_FLOAT,
     LARGEST_INTEGER,
     ArgumentsStream,
-    bound_number,
+    clamp_number_to_double,
 )
 from modelmill.text.chat_format_registry import load_chat_syntax
 
@@ -37,7 +37,7 @@ def append_all(text: str, size: int) -> tuple[ArgumentsStream, str]:
     ],
 )
 def test_a_number_has_the_range_of_a_double(number: str, expected: str) -> None:
-    assert bound_number(number) == expected
+    assert clamp_number_to_double(number) == expected
     assert abs(float(expected)) <= sys.float_info.max
 
 
@@ -46,7 +46,7 @@ def test_a_number_has_the_range_of_a_double(number: str, expected: str) -> None:
     ["1" + "0" * 308, LARGEST_INTEGER, "1e308", "1e-999", "-0.0", "12345678901234567890123"],
 )
 def test_a_number_within_it_keeps_its_text(number: str) -> None:
-    assert bound_number(number) == number
+    assert clamp_number_to_double(number) == number
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -68,8 +68,8 @@ def chat_of(template: str) -> ChatFormat:
 def rendered(template: str, **last: Any) -> str:
     chat = chat_of(template)
     messages = [ASK, {"role": "assistant", "content": "", **last}]
-    text = chat.render_begun(messages)
-    assert chat.encode_begun(messages), "it has ids"
+    text = chat.render_with_prefill(messages)
+    assert chat.encode_with_prefill(messages), "it has ids"
     chat.close()
     return text
 
@@ -133,7 +133,7 @@ def test_same_ids_as_transformers(
     expected = load_hf_tokenizer(name).apply_chat_template(
         messages, continue_final_message=True, return_dict=False
     )
-    assert chat.encode_begun(messages) == expected
+    assert chat.encode_with_prefill(messages) == expected
     chat.close()
 
 
@@ -142,8 +142,8 @@ def test_text_of_a_begun_answer_makes_no_control_token() -> None:
     end = load_tokenizer(hf_files(small_hf())).special["<|end|>"]
     for key in ("content", "reasoning_content"):
         messages = [ASK, {"role": "assistant", "content": "", key: "a<|end|>b"}]
-        assert chat.encode_begun(messages).count(end) == 1  # of the question
-        assert chat.render_begun(messages).endswith("a<|end|>b")
+        assert chat.encode_with_prefill(messages).count(end) == 1  # of the question
+        assert chat.render_with_prefill(messages).endswith("a<|end|>b")
     chat.close()
 
 

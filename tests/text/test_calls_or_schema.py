@@ -85,7 +85,7 @@ def check_sampled(name: str, seed: int) -> str:
     answer = parse(syntax, text, thinks=state == "open")
     assert meaning(answer) == meaning(parse(syntax, [text], thinks=state == "open")), text
     for call in answer.calls:
-        declared = TOOLS[call.name] if strict or not syntax.calls.writes_json else NOW
+        declared = TOOLS[call.name] if strict or not syntax.calls.writes_arguments_as_json else NOW
         assert is_valid(json.loads(call.arguments), declared, declared), text
     if answer.calls:
         assert not answer.content or name == "qwen_react", text
@@ -150,7 +150,7 @@ def test_strict_arguments_and_one_call_alone(name: str) -> None:
     bad = written(name, "", ("f", '{"town": "Ulm", "days": 99}'))
     assert not accepts(name, bad, False, strict=True)
     calls = load_chat_syntax(name).calls
-    assert accepts(name, bad, False) == calls.writes_json
+    assert accepts(name, bad, False) == calls.writes_arguments_as_json
     if calls.max_calls is None and calls.style != "harmony":
         two = written(name, "", CALL, CALL)
         assert accepts(name, two, False), two

@@ -16,7 +16,11 @@ ATOMS = ("01234", "1.50", "1e5", "-0", "true", "007-x", "ulm")
 """Texts that a literal without quotes can be."""
 TEXTS = (*ATOMS, "null", "[1, 2]", '{"a": 1}', '"quoted"', "1 2")
 LITERAL_STYLES = ("pythonic", "named")
-UNTYPED = [name for name in list_chat_formats() if not load_chat_syntax(name).calls.writes_json]
+UNTYPED = [
+    name
+    for name in list_chat_formats()
+    if not load_chat_syntax(name).calls.writes_arguments_as_json
+]
 PARAMETERS = {
     "type": "object",
     "properties": {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.text.answer_parser import MIN_CUT_MARK_CHARS, make_answer_parser
+from modelmill.text.answer_parser import MIN_TRUNCATED_MARK_CHARS, make_answer_parser
 from modelmill.text.answer_pieces import ParsedToolCall, ToolCallDelta, collect_answer
 from modelmill.text.chat_format_registry import load_chat_syntax
 
@@ -91,7 +91,7 @@ def test_what_is_streamed_is_a_prefix(arguments: str, values: dict[str, Any]) ->
     (whole,), _ = _read("gemma4", [text])
     for size in range(len(text)):
         calls, content = _read("gemma4", [text[:size]], cut=True)
-        assert not content or size < MIN_CUT_MARK_CHARS
+        assert not content or size < MIN_TRUNCATED_MARK_CHARS
         assert all(whole.arguments.startswith(call.arguments) for call in calls)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.text.message_validation import validate_messages
+from modelmill.text.message_validation import validate_and_normalize_messages
 
 
 def test_parts_become_one_text_and_arguments_objects():
@@ -15,7 +15,7 @@ def test_parts_become_one_text_and_arguments_objects():
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": "r", "tool_call_id": "1"},
     ]
-    assert validate_messages(messages) == [
+    assert validate_and_normalize_messages(messages) == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\nb"},
         {
@@ -86,7 +86,7 @@ WRONG = [
 @pytest.mark.parametrize("messages", WRONG, ids=range(len(WRONG)))
 def test_wrong_messages_are_requests_errors(messages):
     with pytest.raises(RequestError) as caught:
-        validate_messages(messages)
+        validate_and_normalize_messages(messages)
     assert "\n" not in str(caught.value)
 
 
@@ -95,5 +95,7 @@ def test_wrong_messages_are_requests_errors(messages):
 )
 def test_arguments_that_no_template_could_write_stay_the_text_that_the_model_wrote(text):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
-    (message,) = validate_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    (message,) = validate_and_normalize_messages(
+        [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    )
     assert message["tool_calls"][0]["function"]["arguments"] == text

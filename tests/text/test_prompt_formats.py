@@ -116,8 +116,8 @@ def test_chatglm2(shared: Path) -> None:
     assert chat.encode(TURNS) == ids
     assert chat.encode(TURNS[:2], False) == [first + 1, first + 3, *encode(history)]
     begun = [*chat.encode(TURNS[:1]), *load_tokenizer(files).encode_pieces(["", "Hello."])]
-    assert chat.encode_begun(TURNS[:2]) == begun
-    assert chat.render_begun(TURNS[:2]) == f"{chat.render(TURNS[:1])}Hello."
+    assert chat.encode_with_prefill(TURNS[:2]) == begun
+    assert chat.render_with_prefill(TURNS[:2]) == f"{chat.render(TURNS[:1])}Hello."
     assert chat.stop_ids == (2,)
     with pytest.raises(RequestError, match=r"messages\[0\]: in the chat format chatglm2 user and"):
         chat.encode([SYSTEM, *TURNS])
@@ -139,8 +139,8 @@ def test_chatglm3(shared: Path) -> None:
     assert chat.encode([SYSTEM, *TURNS], False) == [*start, *system, *turns]
     assert chat.stop_ids == (2, id["<|user|>"], id["<|observation|>"])
     # an answer that is continued: as far as it goes, what its turn is in a history
-    assert chat.encode_begun(TURNS[:2]) == chat.encode(TURNS[:2], False)
-    assert chat.render_begun(TURNS[:2]) == chat.render(TURNS[:2], False)
+    assert chat.encode_with_prefill(TURNS[:2]) == chat.encode(TURNS[:2], False)
+    assert chat.render_with_prefill(TURNS[:2]) == chat.render(TURNS[:2], False)
     # an answer as the model wrote it, behind the newline of its header
     raw = [TURNS[0], {"role": "assistant", "content": "\n Hello."}, TURNS[2]]
     assert chat.encode(raw) == chat.encode(TURNS)

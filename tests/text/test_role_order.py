@@ -119,7 +119,7 @@ def test_what_was_done_is_said(
     chat = TemplateChatFormat({"default": template}, load_tokenizer(hf_files()))
     try:
         assert chat.render_pieces(messages).changes == changes
-        assert chat.render_begun_pieces([*messages, *turns("a:e")]).changes == changes
+        assert chat.render_pieces_with_prefill([*messages, *turns("a:e")]).changes == changes
     finally:
         chat.close()
 
@@ -127,7 +127,7 @@ def test_what_was_done_is_said(
 def test_the_beginning_of_an_answer_stays_behind_joined_messages() -> None:
     chat = TemplateChatFormat({"default": ALTERNATES}, load_tokenizer(hf_files()))
     try:
-        assert chat.render_begun(turns("u:a", "u:b", "a:c")) == "[user]a\n\nb[assistant]c"
+        assert chat.render_with_prefill(turns("u:a", "u:b", "a:c")) == "[user]a\n\nb[assistant]c"
     finally:
         chat.close()
 

@@ -11,7 +11,7 @@ from modelmill.core.types import Grammar
 from modelmill.text.answer_grammar import PromptThinking, whole_answer_grammar
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.grammar import GuideFactory, check_grammar
-from modelmill.text.thinking_budget import ends_in_forced_mark
+from modelmill.text.thinking_budget import is_cut_in_forced_thinking_end
 from tests.text.answer_sampler import END, MarkTokenizer
 
 THINK = ThinkingSyntax()
@@ -67,7 +67,7 @@ def test_whether_an_answer_ends_in_the_mark_that_was_forced(state: PromptThinkin
     begin = len(opening) + 3
     assert answer[begin:].startswith(b"\n</think>")
     ends = [
-        ends_in_forced_mark(tokenizer, grammar, answer[:size])  # type: ignore[arg-type]
+        is_cut_in_forced_thinking_end(tokenizer, grammar, answer[:size])  # type: ignore[arg-type]
         for size in range(len(answer) + 1)
     ]
     # the last character of the mark ends the thinking
@@ -75,7 +75,7 @@ def test_whether_an_answer_ends_in_the_mark_that_was_forced(state: PromptThinkin
         range(begin + 1, begin + forced)
     )
     for other in (None, INNER, whole_answer_grammar(INNER, "hermes", THINK, state)):
-        assert not ends_in_forced_mark(tokenizer, other, answer[: begin + 2])  # type: ignore[arg-type]
+        assert not is_cut_in_forced_thinking_end(tokenizer, other, answer[: begin + 2])  # type: ignore[arg-type]
 
 
 def test_without_a_schema_only_the_thinking_is_limited() -> None:

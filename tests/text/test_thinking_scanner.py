@@ -15,7 +15,7 @@ from modelmill.text.chat_format_registry import list_chat_formats, load_chat_syn
 from modelmill.text.thinking_scanner import (
     AnswerThinkingSyntax,
     ThinkingScanner,
-    find_thinking_syntax,
+    make_answer_thinking_syntax,
 )
 from tests.hypothesis_examples import examples
 
@@ -66,7 +66,7 @@ def test_the_parser_of_each_format_agrees(name: str) -> None:
     content = syntax.content[0] if syntax.content else ""
     for prompt_thinking, begin in (("free", opening), ("open", "")):
         text = f"{begin}A STOP b{closing}{between}{content}Yes STOP no"
-        scope = find_thinking_syntax(syntax, syntax.thinking, prompt_thinking, "", False)  # type: ignore[arg-type]
+        scope = make_answer_thinking_syntax(syntax, syntax.thinking, prompt_thinking, "", False)  # type: ignore[arg-type]
         spans = scan(scope, list(text))  # type: ignore[arg-type]
         assert [thinks for _, thinks in spans] == [True, False]
         assert "A STOP b" in spans[0][0]
@@ -85,7 +85,7 @@ def test_the_parser_of_each_format_agrees(name: str) -> None:
 
 def test_thinking_between_the_messages_of_gpt_oss() -> None:
     syntax = load_chat_syntax("gpt_oss")
-    scope = find_thinking_syntax(syntax, syntax.thinking, "free", "", False)
+    scope = make_answer_thinking_syntax(syntax, syntax.thinking, "free", "", False)
     first = "<|channel|>analysis<|message|>a<|end|>"
     middle = "<|start|>assistant<|channel|>commentary<|message|>b<|end|><|start|>assistant"
     last = "<|start|>assistant<|channel|>final<|message|>d"
@@ -101,7 +101,7 @@ def test_a_call_ends_the_thinking_where_it_does_in_the_parser() -> None:
         (True, [("why<｜tool▁calls▁begin｜>", True), ("f", False)]),
         (False, [(text, True)]),
     ):
-        scope = find_thinking_syntax(syntax, syntax.thinking, "open", "", calls)
+        scope = make_answer_thinking_syntax(syntax, syntax.thinking, "open", "", calls)
         assert scope is not None
         assert scan(scope, list(text)) == spans
 

@@ -95,7 +95,7 @@ def test_token_bytes_are_the_bytes_of_the_text(real, name, text):
     tokenizer = real(name)
     ids = tokenizer.encode(text, bos=False)
     joined = b"".join(map(tokenizer.token_bytes, ids))
-    opening = tokenizer.first_token_bytes(ids[0]) if ids else b""
+    opening = tokenizer.token_bytes_at_text_start(ids[0]) if ids else b""
     assert (
         opening + joined[len(tokenizer.token_bytes(ids[0])) if ids else 0 :]
         == tokenizer.decode(ids).encode()
@@ -167,7 +167,7 @@ def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
     ) as e:
         tokenizer.encode("7 " * 500_000)
     assert e.value.counts == PromptTokenCounts(3000, 3000, counts_all=False)
-    tokenizer.set_max_tokens(3000, 1500)
+    tokenizer.set_input_token_limit(3000, 1500)
     with pytest.raises(PromptTooLong, match="than 3000 tokens, this engine takes 1500;") as e:
         tokenizer.encode("7 " * 500_000)
     assert e.value.counts == PromptTokenCounts(3000, 1500, counts_all=False)

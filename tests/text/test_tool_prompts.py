@@ -26,7 +26,7 @@ def test_a_format_without_tools_describes_them_in_words() -> None:
         },
         {"role": "tool", "content": "42", "tool_call_id": "c"},
     ]
-    messages = tool_prompts.describe_tools_in_text(conversation, [TOOL])
+    messages = tool_prompts.convert_tool_conversation_to_text(conversation, [TOOL])
     assert messages[0]["content"].startswith("Be brief.\n\n")
     assert '"name": "f"' in messages[0]["content"]
     assert messages[2] == {
@@ -35,8 +35,11 @@ def test_a_format_without_tools_describes_them_in_words() -> None:
     }
     assert messages[3]["role"] == "user"
     assert "42" in messages[3]["content"]
-    assert tool_prompts.describe_tools_in_text(conversation[1:2], [TOOL])[0]["role"] == "system"
-    assert tool_prompts.describe_tools_in_text(conversation[:2], []) == conversation[:2]
+    assert (
+        tool_prompts.convert_tool_conversation_to_text(conversation[1:2], [TOOL])[0]["role"]
+        == "system"
+    )
+    assert tool_prompts.convert_tool_conversation_to_text(conversation[:2], []) == conversation[:2]
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,11 @@ class AnswerRecordingParser:
 
     def _flush_parser(self, parser: AnswerParser, ended: CompletionOutput) -> list[AnswerPiece]:
         cut = is_cut_by_length_or_stop(ended, self._call_stops)
-        forced = cut and parser.in_reasoning and self._state.ends_in_forced_mark(ended.token_ids)
+        forced = (
+            cut
+            and parser.in_reasoning
+            and self._state.is_cut_in_forced_thinking_end(ended.token_ids)
+        )
         return parser.flush(cut, forced_mark=forced)
 
 

@@ -132,7 +132,7 @@ def encode_prompt(
         text_processor, body, max_model_len
     )
     if body.continue_final_message:
-        return chat_format.encode_begun(messages, **template)
+        return chat_format.encode_with_prefill(messages, **template)
     return chat_format.encode(messages, body.add_generation_prompt is not False, **template)
 
 
@@ -175,7 +175,7 @@ def _rendered_template_response(
         text_processor, body, max_model_len
     )
     if body.continue_final_message:
-        text = chat_format.render_begun(messages, **template)
+        text = chat_format.render_with_prefill(messages, **template)
     else:
         text = chat_format.render(messages, body.add_generation_prompt is not False, **template)
     return SurrogateSafeJsonResponse({"prompt": text})

@@ -16,7 +16,7 @@ from modelmill.core.quoting import quote
 from modelmill.text.prompt_format import PromptFormat, Segment, TurnMessage
 from modelmill.text.tokenizer_base import Tokenizer
 
-PUBLISHED_IDS = {"user": 195, "assistant": 196}
+DEFAULT_ROLE_TOKEN_IDS = {"user": 195, "assistant": 196}
 
 
 class BaichuanFormat(PromptFormat):
@@ -28,7 +28,7 @@ class BaichuanFormat(PromptFormat):
         super().__init__(tokenizer, generation_config)
         self._ids = {
             role: _role_id(generation_config, role, default, tokenizer)
-            for role, default in PUBLISHED_IDS.items()
+            for role, default in DEFAULT_ROLE_TOKEN_IDS.items()
         }
         self.stop_ids = (*self.stop_ids, self._ids["user"])
 
