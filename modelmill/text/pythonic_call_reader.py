@@ -16,6 +16,8 @@ from modelmill.text.tool_call_reader import (
     MAX_KEY_CHARS,
     ToolCallReader,
     ToolSchemas,
+    find_first_mark,
+    longest_suffix_overlap_length,
     skip_whitespace,
     split_mark_parts,
 )
@@ -103,7 +105,13 @@ class PythonicCallReader(ToolCallReader):
     def _scan_undeclared_call(self, text: str, at: int) -> int:
         """A call of an undeclared function, up to its last bracket; others may be declared."""
         start = at
-        while match := _CODE.match(text, at):
+        # at a mark of calls the text is read again, so that none is read to the end for each mark
+        marks = (*self.openers, *filter(None, self._syntax.optional[1:]))
+        stop, mark = find_first_mark(text, marks, at)
+        if not mark:
+            begun = 0 if self._final else longest_suffix_overlap_length(text[at:], marks)
+            stop = len(text) - begun
+        while match := _CODE.match(text, at, stop):
             at, part = match.end(), match[0]
             if self._quote:
                 self._quote = "" if part == self._quote else self._quote
@@ -118,7 +126,7 @@ class PythonicCallReader(ToolCallReader):
                     self._state = self._scan_after_call
                     return at
         self._call_text += text[start:at]
-        return at
+        return self._reject_block(at) if mark else at
 
     def _scan_keyword(self, text: str, at: int) -> int:
         """A keyword, or the end of the call."""

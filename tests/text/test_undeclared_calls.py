@@ -129,3 +129,22 @@ def test_text_behind_the_list_follows_on_a_line_of_its_own() -> None:
 )
 def test_brackets_in_content_stay(text: str) -> None:
     assert _read("llama_pythonic", text) == ([], text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lfm2", "<|tool_call_start|>[sift(<|tool_call_start|>[grind()]<|tool_call_end|>"),
+        ("llama_pythonic", "[sift('[grind()]"),
+    ],
+)
+def test_a_call_behind_an_open_one_is_read_at_once(name: str, text: str) -> None:
+    parser = make_answer_parser(load_chat_syntax(name), TOOLS)
+    answer = collect_answer(each for piece in text for each in parser.push(piece))
+    assert [call.name for call in answer.calls] == ["grind"]
+    assert answer.content == text.split("[grind")[0].removesuffix("<|tool_call_start|>")
+
+
+def test_an_open_call_ends_at_the_mark_behind_all_calls() -> None:
+    text = "<|tool_call_start|>[grind(), sift('a]<|tool_call_end|>b"
+    assert _read("lfm2", text) == ([("grind", "{}")], "sift('a]<|tool_call_end|>b")
