@@ -40,7 +40,7 @@ from modelmill.eval.profile import ProfileCase, profile_step  # noqa: E402
 from modelmill.eval.profile import profile_case as profiled  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.eval.report import MeasurementStats, versions  # noqa: E402
-from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
+from modelmill.eval.roofline import RooflineCeilings, measure_roofline  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse_model  # noqa: E402
 from modelmill.nn.kv import KVCache, ModelKVCacheSpec, kv_cache_dtype  # noqa: E402
@@ -236,7 +236,7 @@ def kv_bytes_per_token(model: nn.Module, kv_dtype: str = "auto") -> int:
 def print_profile(
     model: nn.Module,
     work: ProfileCase,
-    ceilings: Roofline,
+    ceilings: RooflineCeilings,
     kv_dtype: str,
     kernels: Mapping[str, str],
 ) -> None:

@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.eval.provenance import git_commit, host_and_gpu_info  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, make_row  # noqa: E402
-from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
+from modelmill.eval.roofline import RooflineCeilings, measure_roofline  # noqa: E402
 from modelmill.nn.expert_stack import FUSED_MOE_OPS  # noqa: E402
 from modelmill.nn.fused_moe import MAX_SINGLE_THREAD_TOKENS, FusedMoE, route_tokens  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
@@ -135,7 +135,7 @@ def measure(
     shape: MoEShape,
     name: str,
     tokens: int,
-    roofline: Roofline,
+    roofline: RooflineCeilings,
     rounds: int,
     kernel: str = DEFAULT_KERNEL,
 ) -> MoEStepTiming:

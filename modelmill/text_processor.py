@@ -479,7 +479,7 @@ class TextProcessor:
         return _load_generation_defaults(self.path, self.manifest, openai=False)
 
     @functools.cached_property
-    def fingerprint(self) -> str:
+    def system_fingerprint(self) -> str:
         """Identifies engine and version: with it unchanged, a seed gives the same text again."""
         versions = f"{__version__}:{self.manifest.digest()}"
         return f"fp_{hashlib.sha256(versions.encode()).hexdigest()[:16]}"

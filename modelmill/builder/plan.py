@@ -65,7 +65,7 @@ from modelmill.ops import registry
 from modelmill.quant.keep import KEEP_RECIPE_NAME, dequantization_note, resolve_keep_config
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import NO_RECIPE, Recipe, make_recipe
-from modelmill.quant.vision_encoder import describe_vision_recipe, vision_encoder_recipe
+from modelmill.quant.vision_encoder import describe_segmentation_recipe, segmentation_recipe
 
 
 @dataclass(frozen=True)
@@ -449,10 +449,10 @@ def _plan_segmentation_build(
 ) -> BuildPlan:
     """Plan a segmentation model: no tokens, so no length, no head and no calibration."""
     check_segmentation_options(config, checkpoint.path)
-    recipe = vision_encoder_recipe(config)
+    recipe = segmentation_recipe(config)
     config, reasons = resolve_build_options(checkpoint, config, recipe, None)
     if recipe is not None:
-        reasons["quantization"] = describe_vision_recipe(config)
+        reasons["quantization"] = describe_segmentation_recipe(config)
     registry.select_backends(
         config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu",
         config.kernels,

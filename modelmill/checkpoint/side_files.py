@@ -35,7 +35,7 @@ EXTRA_TEMPLATE_PATTERN = re.compile(r"additional_chat_templates/[\w-]+\.jinja", 
 """Further chat templates by name, as transformers 5 writes them beside chat_template.jinja."""
 
 
-VOCABULARY_FILES = (
+TOKENIZER_DETECTION_FILES = (
     "tokenizer.json",
     "tekken.json",
     "tokenizer.model",
@@ -54,7 +54,7 @@ def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     It is empty without a vocabulary: such a checkpoint has no tokenizer.
     """
     tiktoken = sorted(file.name for file in folder.glob("*.tiktoken"))
-    if not tiktoken and not any((folder / name).is_file() for name in VOCABULARY_FILES):
+    if not tiktoken and not any((folder / name).is_file() for name in TOKENIZER_DETECTION_FILES):
         return {}
     templates = sorted(
         name

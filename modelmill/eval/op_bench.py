@@ -19,7 +19,7 @@ import torch
 from modelmill.eval.op_cases import bench_cases
 from modelmill.eval.op_cost import act_8bit_dtype_name
 from modelmill.eval.report import BenchResult, MeasurementStats
-from modelmill.eval.roofline import Roofline
+from modelmill.eval.roofline import RooflineCeilings
 from modelmill.ops import registry, timing
 from modelmill.ops.case import Case, nbytes
 
@@ -69,7 +69,7 @@ class OpBenchSelection:
 
 
 def bench_ops(
-    roofline: Roofline, dtype: torch.dtype, selection: OpBenchSelection
+    roofline: RooflineCeilings, dtype: torch.dtype, selection: OpBenchSelection
 ) -> Iterator[OpTiming]:
     """Time the selected ops on the roofline's device, op by op."""
     device_type = torch.device(roofline.device).type
@@ -86,7 +86,7 @@ def time_case(
     op: str,
     case: Case,
     dtype: torch.dtype,
-    roofline: Roofline,
+    roofline: RooflineCeilings,
     selection: OpBenchSelection,
     backend: str,
 ) -> Iterator[OpTiming]:
@@ -123,7 +123,7 @@ def time_case(
 
 
 def with_time_and_roofline(
-    base: OpTiming, case: Case, seconds: Sequence[float], roofline: Roofline
+    base: OpTiming, case: Case, seconds: Sequence[float], roofline: RooflineCeilings
 ) -> OpTiming:
     """Fill in the figures of a timing from the seconds of single calls."""
     spread = MeasurementStats.from_values([each * 1e6 for each in seconds])

@@ -46,7 +46,7 @@ class OpCost:
 
     @property
     def ops_by_8bit_dtype(self) -> dict[str, int]:
-        """Operations by 8-bit dtype, as ``Roofline`` takes them."""
+        """Operations by 8-bit dtype, as ``RooflineCeilings`` takes them."""
         return {
             dtype: count
             for dtype, count in (

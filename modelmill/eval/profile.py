@@ -37,7 +37,7 @@ from modelmill.eval.profile_lines import (
     sort_and_add_shares,
 )
 from modelmill.eval.report import BenchResult, MeasurementStats
-from modelmill.eval.roofline import Roofline
+from modelmill.eval.roofline import RooflineCeilings
 from modelmill.nn.fusion import fuse_model
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import synthetic_step
@@ -84,7 +84,9 @@ class ProfileCase:
 
 
 @torch.inference_mode()
-def profile_case(engine_core: Any, case: ProfileCase, roofline: Roofline) -> tuple[Profile, Tracks]:
+def profile_case(
+    engine_core: Any, case: ProfileCase, roofline: RooflineCeilings
+) -> tuple[Profile, Tracks]:
     """Profile a step of an engine core.
 
     The engine core must be idle, because its pages are overwritten.
@@ -100,7 +102,7 @@ def profile_case(engine_core: Any, case: ProfileCase, roofline: Roofline) -> tup
 
 @torch.inference_mode()
 def profile_step(
-    model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline
+    model: nn.Module, step: Step, case: ProfileCase, roofline: RooflineCeilings
 ) -> tuple[Profile, Tracks]:
     """Profile a given step; ``case`` describes it in the result."""
     embedding: torch.Tensor = model.embed.weight  # type: ignore[union-attr, assignment]
@@ -145,7 +147,7 @@ def make_profile_step(engine_core: Any, case: ProfileCase) -> Step:
 
 
 def _profile_gpu(
-    model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline, dtype: str
+    model: nn.Module, step: Step, case: ProfileCase, roofline: RooflineCeilings, dtype: str
 ) -> tuple[Profile, Tracks]:
     def launch(traced_step: Step) -> torch.Tensor:
         return traced_step.ops.argmax(model(traced_step))
@@ -187,7 +189,7 @@ def _profile_gpu(
 
 
 def _profile_cpu(
-    model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline, dtype: str
+    model: nn.Module, step: Step, case: ProfileCase, roofline: RooflineCeilings, dtype: str
 ) -> tuple[Profile, Tracks]:
     fused = fuse_model(model)
     with trace_ops(fused, step.ops) as cost_trace:

@@ -12,7 +12,7 @@ from modelmill.eval import chrome_trace
 from modelmill.eval.kernel_trace import KernelRecord
 from modelmill.eval.op_cost import OpCost
 from modelmill.eval.op_trace import TraceSlice, module_name_pattern
-from modelmill.eval.roofline import Roofline
+from modelmill.eval.roofline import RooflineCeilings
 
 CallKey = tuple[str, str, int]  # module, op, number of the call
 
@@ -48,7 +48,7 @@ def costs_by_call(calls: Sequence[TraceSlice]) -> dict[CallKey, OpCost]:
     return costs
 
 
-def roofline_step_us(costs: Iterable[OpCost], roofline: Roofline, dtype: str) -> float:
+def roofline_step_us(costs: Iterable[OpCost], roofline: RooflineCeilings, dtype: str) -> float:
     """Return the roofline minimum of a step in microseconds."""
     total = sum(costs, OpCost())
     return (
@@ -60,7 +60,10 @@ def roofline_step_us(costs: Iterable[OpCost], roofline: Roofline, dtype: str) ->
 
 
 def kernel_lines(
-    kernels: Sequence[KernelRecord], costs: Mapping[CallKey, OpCost], roofline: Roofline, dtype: str
+    kernels: Sequence[KernelRecord],
+    costs: Mapping[CallKey, OpCost],
+    roofline: RooflineCeilings,
+    dtype: str,
 ) -> list[ProfileLine]:
     """Make a line for each kernel of an op of a module, the longest first."""
     kernels_by_line: dict[tuple[str, str, str], list[KernelRecord]] = defaultdict(list)
@@ -93,7 +96,7 @@ def kernel_lines(
 def op_lines(
     runs: Sequence[Sequence[TraceSlice]],
     costs: Mapping[CallKey, OpCost],
-    roofline: Roofline,
+    roofline: RooflineCeilings,
     dtype: str,
 ) -> list[ProfileLine]:
     """Make a line for each op of a module; microseconds are the median of the runs."""
@@ -119,7 +122,7 @@ def op_lines(
 
 
 def with_roofline_time(
-    line: ProfileLine, costs: Sequence[OpCost], us: float, roofline: Roofline, dtype: str
+    line: ProfileLine, costs: Sequence[OpCost], us: float, roofline: RooflineCeilings, dtype: str
 ) -> ProfileLine:
     """Add the roofline time to a line: the sum over its calls."""
     floor = (

@@ -15,7 +15,7 @@ NO_OPERATIONS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Roofline:
+class RooflineCeilings:
     """Measured peak rates.
 
     memory_bandwidth: bytes/s of a copy on a GPU, of reading on a CPU. matmul_rates: operations/s of
@@ -81,12 +81,12 @@ def format_matmul_rates(products_tflops: Mapping[str, float]) -> str:
     return ", ".join(f"{rate:,.4g} TFLOP/s in {name}" for name, rate in products_tflops.items())
 
 
-def measure_roofline(device: str, dtypes: Sequence[torch.dtype]) -> Roofline:
+def measure_roofline(device: str, dtypes: Sequence[torch.dtype]) -> RooflineCeilings:
     """Measure the peak rates of "cpu", "cuda" or "cuda:N", in about a second."""
     products = measure_matmul_rates(device, dtypes)
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-    return Roofline(device, measure_memory_bandwidth(device), products)
+    return RooflineCeilings(device, measure_memory_bandwidth(device), products)
 
 
 def measure_matmul_rates(device: str, dtypes: Sequence[torch.dtype]) -> dict[str, float]:

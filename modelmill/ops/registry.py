@@ -292,7 +292,7 @@ def _fused_op_backend(
         device_type: "cuda" or "cpu".
         overrides: backends that the user chose, by op.
     """
-    common = _common_backend(replaced)
+    common = _common_backend_of_unfused_ops(replaced)
     if common is not None and implementation(op, common) is not None:
         return common
     for backend in BACKEND_PREFERENCE[device_type]:
@@ -304,14 +304,14 @@ def _fused_op_backend(
     return common
 
 
-def _common_backend(replaced: Mapping[str, str]) -> str | None:
+def _common_backend_of_unfused_ops(unfused: Mapping[str, str]) -> str | None:
     """The backend of the first of these ops, if the others have the same one.
 
     Another op may come from a different backend only if the common backend does not implement it.
     """
-    backend = next(iter(replaced.values()))
-    others = [op for op, other in replaced.items() if other != backend]
-    same = all(replaced[op] != "torch" and implementation(op, backend) is None for op in others)
+    backend = next(iter(unfused.values()))
+    others = [op for op, other in unfused.items() if other != backend]
+    same = all(unfused[op] != "torch" and implementation(op, backend) is None for op in others)
     return backend if same and backend != "torch" else None
 
 

@@ -64,7 +64,7 @@ DECLARATION = RecipeDeclaration(
 
 ROUNDING_METHODS = ("gptq", "nearest")
 SCALES_PER_BINADE = 8  # scales tried
-REFINE_SWEEPS = 2
+COORDINATE_DESCENT_SWEEPS = 2
 
 
 class Fp8Recipe(Recipe):
@@ -120,7 +120,7 @@ def gptq_to_e4m3(
     scale = search_scale_in_binade(weight, hessian.diagonal(), scale, per_channel)
     steps = RoundingGrid(scale[:, None].expand_as(weight).contiguous())
     values = round_with_error_compensation(weight, hessian, steps)
-    for _ in range(REFINE_SWEEPS):
+    for _ in range(COORDINATE_DESCENT_SWEEPS):
         values = coordinate_descent_sweep(weight, hessian, values, steps)
     return round_to_dtype(values / scale[:, None], E4M3_DTYPE), scale
 

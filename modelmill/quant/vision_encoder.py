@@ -37,7 +37,7 @@ class W8A8NearestRecipe(Recipe):
         return pack_as_format(self.weight_format, weight, torch.float32, **self.pack_options)
 
 
-def vision_encoder_recipe(config: BuildConfig) -> Recipe | None:
+def segmentation_recipe(config: BuildConfig) -> Recipe | None:
     """Return the recipe of a build whose model reads images; None for "none".
 
     config: its quantization is one of ``SEGMENTATION_RECIPE_CHOICES``.
@@ -50,7 +50,7 @@ def vision_encoder_recipe(config: BuildConfig) -> Recipe | None:
     )
 
 
-def describe_vision_recipe(config: BuildConfig) -> str:
+def describe_segmentation_recipe(config: BuildConfig) -> str:
     """Describe a recipe's effect on an encoder, for the plan."""
     inputs = "as they are" if config.activation_scales == "none" else "too, scaled by token"
     return (

@@ -397,7 +397,7 @@ class EngineClient:
 
     # -- sleep
 
-    async def sleep(self) -> wire.SleepReply:
+    async def sleep(self) -> wire.SleepOrWakeReply:
         """Let an engine without requests give its memory back.
 
         Raises:
@@ -409,7 +409,7 @@ class EngineClient:
         self.state = EngineState.SLEEPING
         return reply
 
-    async def wake_up(self) -> wire.SleepReply:
+    async def wake_up(self) -> wire.SleepOrWakeReply:
         """Let a sleeping engine take its memory again.
 
         Raises:
@@ -675,7 +675,7 @@ class EngineClient:
             self.segment_client.handle_message(message)
         elif isinstance(message, wire.KvSessionReply):
             self.session_client.handle_message(message)
-        elif isinstance(message, wire.SleepReply):
+        elif isinstance(message, wire.SleepOrWakeReply):
             self._sleep_client.handle_message(message)
         elif isinstance(message, wire.OpenFailed):
             self.error, self.is_usage_error = message.message, message.is_usage_error

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from modelmill.core.errors import CapacityError
 from modelmill.serve.worker_calls import WorkerCalls
-from modelmill.serve.worker_messages import Message, SleepEngine, SleepReply, WakeEngine
+from modelmill.serve.worker_messages import Message, SleepEngine, SleepOrWakeReply, WakeEngine
 
 
-class SleepClient(WorkerCalls[SleepReply]):
+class SleepClient(WorkerCalls[SleepOrWakeReply]):
     """Messages to one worker."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         super().__init__(send, CapacityError)
 
-    async def sleep(self) -> SleepReply:
+    async def sleep(self) -> SleepOrWakeReply:
         """Let the worker give its memory back.
 
         Raises:
@@ -24,7 +24,7 @@ class SleepClient(WorkerCalls[SleepReply]):
         """
         return await self.call(SleepEngine)
 
-    async def wake_up(self) -> SleepReply:
+    async def wake_up(self) -> SleepOrWakeReply:
         """Let the worker take its memory again.
 
         Raises:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from modelmill.core.errors import ModelmillError, RankError
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.sleep_mode import sleep, wake_up
-from modelmill.serve.worker_messages import SleepEngine, SleepReply, WakeEngine
+from modelmill.serve.worker_messages import SleepEngine, SleepOrWakeReply, WakeEngine
 
 
-def handle_sleep_message(core: EngineCore, message: SleepEngine | WakeEngine) -> SleepReply:
+def handle_sleep_message(core: EngineCore, message: SleepEngine | WakeEngine) -> SleepOrWakeReply:
     """Do what the message says, and report it.
 
     Raises:
@@ -19,5 +19,5 @@ def handle_sleep_message(core: EngineCore, message: SleepEngine | WakeEngine) ->
     except RankError:
         raise
     except ModelmillError as error:
-        return SleepReply(message.number, error=str(error))
-    return SleepReply(message.number, report.host_bytes, report.device_bytes)
+        return SleepOrWakeReply(message.number, error=str(error))
+    return SleepOrWakeReply(message.number, report.host_bytes, report.device_bytes)

@@ -289,7 +289,7 @@ class WakeEngine(NumberedMessage):
 
 
 @dataclass(frozen=True)
-class SleepReply(NumberedMessage):
+class SleepOrWakeReply(NumberedMessage):
     """The engine sleeps, or is awake.
 
     Attributes:
@@ -323,7 +323,7 @@ Message = (
     | KvSessionReply
     | SleepEngine
     | WakeEngine
-    | SleepReply
+    | SleepOrWakeReply
     | SegmentationJob
     | SegmentationResult
     | SegmentationFailure

@@ -67,7 +67,7 @@ def load_gguf_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     if model == "llama":
         return _make_sentencepiece_tokenizer(data, tokens, types, files)
     if model == "gemma4":
-        return _make_metaspace_bpe_tokenizer(data, tokens, types, files)
+        return _make_gemma4_bpe_tokenizer(data, tokens, types, files)
     raise TokenizerError(
         f"the GGUF file's tokenizer model {str(model)[:40]!r} is not supported; convert one with "
         "gpt2, llama or gemma4"
@@ -108,7 +108,7 @@ def _make_byte_level_tokenizer(
     )
 
 
-def _make_metaspace_bpe_tokenizer(
+def _make_gemma4_bpe_tokenizer(
     data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
 ) -> Tokenizer:
     """Gemma 4's: merges of characters with spaces as ▁; what has no token is written in bytes.

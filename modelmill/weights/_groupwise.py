@@ -63,7 +63,7 @@ class GroupwiseWeight(WeightFormat):
         """Return the number of stored elements in a row of this many columns."""
 
     @abstractmethod
-    def _dequantize_stored_columns(self) -> torch.Tensor:
+    def _dequantize_in_stored_order(self) -> torch.Tensor:
         """Return the weights [N, K] float32, columns in stored order."""
 
     @classmethod
@@ -156,12 +156,12 @@ class GroupwiseWeight(WeightFormat):
 
     def dequantize(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
-        wide = self._dequantize_stored_columns()
+        wide = self._dequantize_in_stored_order()
         return wide if self.perm is None else wide[:, self.perm.argsort()]
 
     def unpack(self, dtype: torch.dtype) -> Self:  # noqa: ARG002
         """Return the weight with its values expanded for activations of dtype."""
-        return replace(self, weight=self._dequantize_stored_columns())
+        return replace(self, weight=self._dequantize_in_stored_order())
 
     def to(self, device: str) -> Self:
         """Return a copy on the device."""

@@ -121,7 +121,7 @@ class Int4Weight(GroupwiseWeight):
         """Return the codes [N, K] uint8, columns in stored order."""
         return unpack_codes(self.weight, self.columns)
 
-    def _dequantize_stored_columns(self) -> torch.Tensor:
+    def _dequantize_in_stored_order(self) -> torch.Tensor:
         return dequantize_weight(
             self.weight, self.scale, self.offset, self.group_size, self.columns
         )

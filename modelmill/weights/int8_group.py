@@ -57,7 +57,7 @@ class Int8GroupWeight(GroupwiseWeight):
         """Return the codes [N, K] int8, columns in stored order."""
         return self.weight[:, : self.columns]
 
-    def _dequantize_stored_columns(self) -> torch.Tensor:
+    def _dequantize_in_stored_order(self) -> torch.Tensor:
         return dequantize_weight(
             self.weight, self.scale, self.offset, self.group_size, self.columns
         )

@@ -52,5 +52,5 @@ class Mxfp4Weight(GroupwiseWeight):
         """Return the codes [N, K] uint8."""
         return unpack_codes(self.weight, self.columns)
 
-    def _dequantize_stored_columns(self) -> torch.Tensor:
+    def _dequantize_in_stored_order(self) -> torch.Tensor:
         return dequantize_weight(self.weight, self.scale, None, self.group_size, self.columns)

@@ -19,12 +19,12 @@ from modelmill.eval.op_bench import (
     with_time_and_roofline,
 )
 from modelmill.eval.op_cases import EXTRA_CASE_MAKERS, bench_cases
-from modelmill.eval.roofline import Roofline, measure_roofline
+from modelmill.eval.roofline import RooflineCeilings, measure_roofline
 from modelmill.ops import registry
 from modelmill.ops.case import Case
 from tests.hypothesis_examples import examples
 
-CEILINGS = Roofline("cpu", 10e9, {"float32": 100e9})
+CEILINGS = RooflineCeilings("cpu", 10e9, {"float32": 100e9})
 POSITIVE = st.floats(1.0, 1e12)
 
 
@@ -102,7 +102,7 @@ def test_products_of_8_bits_have_a_ceiling_of_their_own() -> None:
     """
     base = OpTiming("w8a8_linear", "x", "float32", "cuda", True, "graph")
     case = Case("x", {"x": torch.ones(2, 2, dtype=torch.int8)}, 1000, 40_000_000)
-    both = Roofline("cuda", 10e9, {"float32": 100e9, "int8": 400e9})
+    both = RooflineCeilings("cuda", 10e9, {"float32": 100e9, "int8": 400e9})
     assert with_time_and_roofline(base, case, [200e-6], both).fraction == pytest.approx(0.5)
     assert with_time_and_roofline(base, case, [800e-6], CEILINGS).fraction == pytest.approx(0.5)
     wide = Case("x", {"x": torch.ones(2, 2)}, 1000, 40_000_000)
@@ -110,11 +110,11 @@ def test_products_of_8_bits_have_a_ceiling_of_their_own() -> None:
 
 
 def test_what_is_8_bits_of_a_sum_takes_its_own_time() -> None:
-    roofline = Roofline("cuda", 1e9, {"float32": 100.0, "int8": 400.0})
+    roofline = RooflineCeilings("cuda", 1e9, {"float32": 100.0, "int8": 400.0})
     assert roofline.min_seconds(0, 500, "float32", {"int8": 400}) == pytest.approx(2.0)
     assert roofline.min_seconds(0, 500, "float32", {"float8_e4m3fn": 400}) == pytest.approx(5.0)
     assert roofline.min_seconds(0, 400, "float16", {"int8": 400}) == pytest.approx(1.0)
-    assert Roofline("cuda", 1e9, {"float32": 0.0}).min_seconds(2e9, 0, "float32") == 2.0, (
+    assert RooflineCeilings("cuda", 1e9, {"float32": 0.0}).min_seconds(2e9, 0, "float32") == 2.0, (
         "a rate that is not known"
     )
     assert roofline.limiting_resource(3e9, 500, "float32", {"int8": 400}) == "memory"
@@ -145,7 +145,7 @@ def test_what_counts_no_bytes_has_no_fraction() -> None:
 def test_a_floor_is_the_larger_of_two_times(
     memory: float, products: float, nbytes: float, operations: float
 ) -> None:
-    roofline = Roofline("cpu", memory, {"float32": products})
+    roofline = RooflineCeilings("cpu", memory, {"float32": products})
     floor = roofline.min_seconds(nbytes, operations, "float32")
     assert floor == max(nbytes / memory, operations / products)
     assert roofline.min_seconds(nbytes, operations, "int4") == nbytes / memory

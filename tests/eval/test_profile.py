@@ -14,11 +14,11 @@ from modelmill.eval.kernel_trace import KernelRecord, with_gap_and_added_times
 from modelmill.eval.op_cost import OpCost
 from modelmill.eval.profile import ProfileCase, make_profile_step, profile_case
 from modelmill.eval.profile_lines import gpu_trace_tracks, kernel_lines, roofline_step_us
-from modelmill.eval.roofline import Roofline
+from modelmill.eval.roofline import RooflineCeilings
 from tests.eval.test_chrome_trace import check_trace
 from tests.runtime.tiny import make_engine
 
-CEILINGS = Roofline("cpu", 1e9, {"float32": 1e9})
+CEILINGS = RooflineCeilings("cpu", 1e9, {"float32": 1e9})
 
 
 @pytest.fixture(autouse=True)

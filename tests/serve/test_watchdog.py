@@ -38,7 +38,7 @@ from modelmill.serve.worker_messages import (
     OpenEngine,
     Ping,
     SleepEngine,
-    SleepReply,
+    SleepOrWakeReply,
     encode_frame,
 )
 from tests.runtime import tiny
@@ -513,7 +513,7 @@ def test_going_to_sleep_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(server.receive(), Heartbeat)
     may_end.set()
     reply = server.receive()
-    assert isinstance(reply, SleepReply)
+    assert isinstance(reply, SleepOrWakeReply)
     assert (reply.number, reply.error) == (7, "")
     server.send(Ping())
     assert isinstance(server.receive(), Heartbeat)

@@ -339,7 +339,7 @@ class ChatResponseBuilder(EventFormatter):
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": body.model,
-            "system_fingerprint": text_processor.fingerprint,
+            "system_fingerprint": text_processor.system_fingerprint,
         }
         self._tokenizer = text_processor.tokenizer
         self._n = body.n or 1

@@ -250,7 +250,7 @@ class CompletionResponseBuilder(EventFormatter):
             "object": "text_completion",
             "created": int(time.time()),
             "model": body.model,
-            "system_fingerprint": text_processor.fingerprint,
+            "system_fingerprint": text_processor.system_fingerprint,
         }
         self._tokenizer = text_processor.tokenizer
         self._chunk_template = openai_format.ChunkTemplate(
