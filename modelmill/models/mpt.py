@@ -39,13 +39,7 @@ UNUSED_CONFIG_KEYS = (
     "tokenizer_name",
 )  # fmt: skip
 # of attn_config: how attention is computed, not what
-_UNCONSTRAINED_ATTN_CONFIG_KEYS = (
-    "attn_impl",
-    "attn_pdrop",
-    "softmax_scale",
-    "clip_qkv",
-    "alibi_bias_max",
-)
+_FREE_ATTN_CONFIG_KEYS = ("attn_impl", "attn_pdrop", "softmax_scale", "clip_qkv", "alibi_bias_max")
 _REQUIRED_ATTN_CONFIG_VALUES = {
     "alibi": True, "prefix_lm": False, "qk_ln": False, "attn_uses_sequence_id": False,
     "attn_type": "multihead_attention",
@@ -75,7 +69,7 @@ def _checked_attn_config(raw: RawConfig) -> Mapping[str, Any]:
     named = {f"attn_config.{key}": each for key, each in value.items()}
     for key, supported in _REQUIRED_ATTN_CONFIG_VALUES.items():
         _hf_config.require_supported_value(named, f"attn_config.{key}", (supported,), supported)
-    known = {*_REQUIRED_ATTN_CONFIG_VALUES, *_UNCONSTRAINED_ATTN_CONFIG_KEYS, "model_type"}
+    known = {*_REQUIRED_ATTN_CONFIG_VALUES, *_FREE_ATTN_CONFIG_KEYS, "model_type"}
     if isinstance(raw, ReadTrackingConfig):
         raw.mark_unread({f"attn_config.{k}": each for k, each in value.items() if k not in known})
     return value
