@@ -7,11 +7,16 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, MEAN_POOLING
 from modelmill.outputs import truncate_and_normalize
 from modelmill.serve.engine_request_fields import EngineRequestFields
-from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
+from modelmill.serve.prompt_fields import (
+    TextList,
+    TokenIdLists,
+    TokenIds,
+    list_prompts,
+    resolve_truncated_length,
+)
 from modelmill.serve.strict_models import ModelName, Text
 
 TruncatedTokens = Annotated[int, Field(ge=-1, le=MAX_INT32)]
@@ -44,11 +49,9 @@ class EmbeddingRequest(EngineRequestFields):
         """How many of an input's first tokens are read; None: all.
 
         Raises:
-            RequestError: none would be.
+            RequestError: none would be, or more than the engine takes.
         """
-        if self.truncate_prompt_tokens == 0:
-            raise RequestError("truncate_prompt_tokens must be at least 1, or -1")
-        return max_model_len if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return resolve_truncated_length(self.truncate_prompt_tokens, max_model_len, max_model_len)
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list.

@@ -39,6 +39,33 @@ def list_prompts(
     return prompt_list
 
 
+def resolve_truncated_length(
+    tokens: int | None, max_model_len: int, all_that_fit: int
+) -> int | None:
+    """How many tokens of a prompt are kept, of ``truncate_prompt_tokens``; None: all.
+
+    Args:
+        tokens: the value of the field.
+        max_model_len: tokens that the engine takes.
+        all_that_fit: what -1 stands for.
+
+    Raises:
+        RequestError: none would be kept, or more than the engine takes.
+    """
+    if tokens == 0:
+        raise RequestError("truncate_prompt_tokens must be at least 1, or -1")
+    check_at_most_engine_length("truncate_prompt_tokens", tokens, max_model_len)
+    return all_that_fit if tokens == -1 else tokens
+
+
+def check_at_most_engine_length(name: str, tokens: int | None, max_model_len: int) -> None:
+    """Raise RequestError for a field with more tokens than the engine takes."""
+    if tokens is not None and tokens > max_model_len:
+        raise RequestError(
+            f"{name} must be at most {max_model_len}, this engine's length, not {tokens}"
+        )
+
+
 def check_prompt_list(prompts: Sequence[Sequence[Any]], name: str, noun: str, limit: int) -> None:
     """Raise RequestError if a prompt is empty, or there are too many; see ``list_prompts``."""
     empty = next((index for index, each in enumerate(prompts) if len(each) == 0), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,7 @@ def embedding_request_states(
     body: embeddings_schema.EmbeddingRequest,
     limits: RequestLimits,
     name_input: Callable[[int], str] = "input[{}]".format,
+    max_input_tokens: Sequence[int | None] = (),
 ) -> list[RequestOutputState]:
     """Convert each input to a request.
 
@@ -57,6 +58,7 @@ def embedding_request_states(
         body: the HTTP request.
         limits: of the engine.
         name_input: returns the client's field of an input, of several.
+        max_input_tokens: how many first tokens of each input are read at most; empty, None: all.
 
     Raises:
         RequestError: an input is invalid; the message names it.
@@ -65,11 +67,13 @@ def embedding_request_states(
     if text_processor.tokenizer is None and any(isinstance(each, str) for each in inputs):
         raise RequestError("input must be token ids: this engine has no tokenizer")
     params = SamplingParams(max_tokens=0)
-    kept = body.truncated_input_length(limits.max_len)
-    longest = limits.max_len if kept is None else max_tokenize_tokens(limits.max_len)
+    kept_of_all = body.truncated_input_length(limits.max_len)
     states = []
     for index, each in enumerate(inputs):
         with prefixing_errors_with_prompt_name(name_input(index) if len(inputs) > 1 else None):
+            own_limit = max_input_tokens[index] if max_input_tokens else None
+            kept = min((n for n in (kept_of_all, own_limit) if n is not None), default=None)
+            longest = limits.max_len if kept is None else max_tokenize_tokens(limits.max_len)
             text_processor.check_prompt_length(each, longest)
             key, prompt = "prompt" if isinstance(each, str) else "prompt_token_ids", each
             if kept is not None:
