@@ -9,6 +9,7 @@ from pydantic import Field
 
 from modelmill.core.types import MAX_INT32, MEAN_POOLING
 from modelmill.outputs import truncate_and_normalize
+from modelmill.serve.compatibility_fields import PoolingCompatibilityFields
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import (
     TextList,
@@ -27,7 +28,7 @@ MAX_OUTPUT_FLOATS = 1 << 21
 """Limit of numbers in one response as text, some 40 MB; base64 may have more."""
 
 
-class EmbeddingRequest(EngineRequestFields):
+class EmbeddingRequest(EngineRequestFields, PoolingCompatibilityFields):
     """Request body of POST /v1/embeddings."""
 
     may_omit_model: ClassVar[bool] = True

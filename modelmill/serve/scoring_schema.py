@@ -8,6 +8,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.compatibility_fields import PoolingCompatibilityFields
 from modelmill.serve.embeddings_schema import TruncatedTokens
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import TextList, check_at_most_engine_length
@@ -17,7 +18,7 @@ MAX_TEXTS = 2048
 Documents = Annotated[list[Text | JsonObject], FAIL_FAST, Field(min_length=1, max_length=MAX_TEXTS)]
 
 
-class RerankRequest(EngineRequestFields):
+class RerankRequest(EngineRequestFields, PoolingCompatibilityFields):
     """Request body of POST /v1/rerank."""
 
     may_omit_model: ClassVar[bool] = True
@@ -68,7 +69,7 @@ class RerankRequest(EngineRequestFields):
         return f"{name}[{index - 1}]" if index else "query"
 
 
-class ScoreRequest(EngineRequestFields):
+class ScoreRequest(EngineRequestFields, PoolingCompatibilityFields):
     """Request body of POST /v1/score."""
 
     may_omit_model: ClassVar[bool] = True
