@@ -12,9 +12,9 @@ from modelmill.outputs import truncate_and_normalize
 from modelmill.serve.compatibility_fields import PoolingCompatibilityFields
 from modelmill.serve.engine_request_fields import EngineRequestFields
 from modelmill.serve.prompt_fields import (
+    PromptTokenIds,
     TextList,
     TokenIdLists,
-    TokenIds,
     list_prompts,
     resolve_truncated_length,
 )
@@ -34,7 +34,7 @@ class EmbeddingRequest(EngineRequestFields, PoolingCompatibilityFields):
     may_omit_model: ClassVar[bool] = True
 
     model: ModelName = ""
-    input: Text | TextList | TokenIds | TokenIdLists = Field(
+    input: Text | TextList | PromptTokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them; up to 2048"
     )
     encoding_format: Literal["float", "base64"] | None = None

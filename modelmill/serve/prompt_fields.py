@@ -15,8 +15,12 @@ MAX_PROMPTS = 1024
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], FAIL_FAST]
+PromptTokenIds = Annotated[
+    list[Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": MAX_INT32})]], FAIL_FAST
+]
+"""Ids whose range is checked with the engine's vocabulary, which the message then names."""
 TextList = Annotated[list[Text], FAIL_FAST]
-TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
+TokenIdLists = Annotated[list[PromptTokenIds], FAIL_FAST]
 
 
 def list_prompts(

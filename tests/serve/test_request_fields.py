@@ -189,6 +189,41 @@ def test_what_would_change_the_answer_in_silence_is_refused(
     assert response.json["error"]["message"].startswith(start), response.body
 
 
+@pytest.mark.parametrize("wrong", [-1, 999999, 1 << 40, 1 << 70])
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"truncate_prompt_tokens": 2}])
+def test_a_wrong_token_id_is_told_the_range(
+    running: ServiceThread, wrong: int, more: dict[str, Any]
+) -> None:
+    for prompt, start in (
+        ([wrong], "the prompt's"),
+        ([[3], [3, wrong]], "prompt[1]: the prompt's"),
+    ):
+        body = {"model": MODEL, **COMPLETE, "prompt": prompt, **more}
+        response = running.post("/v1/completions", body)
+        assert response.status == 400, response.body
+        error = response.json["error"]
+        assert error["message"] == f"{start} token ids must be between 0 and 511"
+        assert error["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("kv_connector", None),
+        ("prompt_embeds", None),
+        ("truncation_side", None),
+        ("stop_words", "stop"),
+        ("max_token", "max_tokens"),
+    ],
+)
+def test_only_a_similar_field_is_hinted_at(
+    running: ServiceThread, field: str, hint: str | None
+) -> None:
+    response = running.post("/v1/chat/completions", {"model": MODEL, **CHAT, field: 1})
+    expected = f"{field}: unknown field" + (f"; did you mean {hint}?" if hint else "")
+    assert response.json["error"]["message"] == expected
+
+
 def test_n_predict_is_the_length(running: ServiceThread) -> None:
     body = {"prompt": PROMPT, "temperature": 0}
     usage = post(running, "/v1/completions", {**body, "n_predict": 3}).json["usage"]
