@@ -198,6 +198,88 @@ def test_a_cut_longer_than_the_engine_takes_is_refused(
     )
 
 
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Who plays?"},
+    {"role": "assistant", "content": "Tom"},
+]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": True},
+        {"continue_final_message": True},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+    ids=str,
+)
+def test_messages_are_read_through_the_chat_template(
+    running: ServiceThread, more: dict[str, Any]
+) -> None:
+    body = {"model": "stories", "messages": TALK, **more}
+    response = running.post("/v1/embeddings", body)
+    assert response.status == 200, response.body
+    # /tokenize begins an answer by default
+    rendered = running.post("/tokenize", {"add_generation_prompt": False, **body}).json["tokens"]
+    (expected,) = embed(running, [rendered])["data"]
+    assert response.json["usage"]["prompt_tokens"] == len(rendered)
+    np.testing.assert_allclose(
+        response.json["data"][0]["embedding"], expected["embedding"], atol=1e-6
+    )
+
+
+def test_messages_are_cut_too(running: ServiceThread) -> None:
+    body = {"model": "stories", "messages": [{"role": "user", "content": "a " * 900}]}
+    response = running.post("/v1/embeddings", body)
+    assert response.status == 400
+    assert response.json["error"]["param"] == "messages"
+    cut = running.post("/v1/embeddings", {**body, "truncate_prompt_tokens": 4})
+    assert cut.json["usage"]["prompt_tokens"] == 4
+
+
+def test_texts_without_special_tokens(running: ServiceThread, llm: LLM) -> None:
+    ids = llm.language.encode_prompt(TEXTS[0])
+    assert ids[0] == 1
+    (plain,) = embed(running, TEXTS[0], add_special_tokens=False)["data"]
+    (expected,) = embed(running, ids[1:])["data"]
+    np.testing.assert_allclose(plain["embedding"], expected["embedding"], atol=1e-6)
+    cut = embed(running, TEXTS[0], add_special_tokens=False, truncate_prompt_tokens=3)
+    np.testing.assert_allclose(
+        cut["data"][0]["embedding"], embed(running, ids[1:4])["data"][0]["embedding"], atol=1e-6
+    )
+    assert embed(running, TEXTS[0], add_special_tokens=True)["usage"]["prompt_tokens"] == len(ids)
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": TALK, "input": "a"}, "input and messages exclude each other"),
+        ({"messages": []}, "messages: must have at least 1 items"),
+        ({"messages": TALK, "add_special_tokens": True}, "add_special_tokens has no effect"),
+        ({"messages": TALK[:1], "continue_final_message": True}, "continue_final_message needs a"),
+        ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt needs messages"),
+        ({"input": "a", "continue_final_message": True}, "continue_final_message needs messages"),
+        (
+            {"messages": TALK, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message and add_generation_prompt exclude",
+        ),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages: pictures are not"),
+        ({"messages": [TALK]}, "messages[0]: must be an object"),
+    ],
+)
+def test_refusals_of_messages(running: ServiceThread, body: dict[str, Any], message: str) -> None:
+    response = running.post("/v1/embeddings", {"model": "stories", **body})
+    assert response.status == 400, response.body
+    error = response.json["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] == re.split(r"[ :\[]", message)[0]
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_documents_are_cut_to_max_tokens_per_doc(
     running: ServiceThread, llm: LLM, path: str
