@@ -364,15 +364,15 @@ def test_fields_of_vllm_that_were_not_asked_for_are_null(running: ServiceThread)
     names = {"token_ids", "prompt_token_ids", "prompt_logprobs"}
     choice = complete(running)["choices"][0]
     assert {name for name in names if choice[name] is None} == names
-    asked = complete(running, return_token_ids=True, prompt_logprobs=0)["choices"][0]
-    assert not [name for name in names if asked[name] is None]
+    requested = complete(running, return_token_ids=True, prompt_logprobs=0)["choices"][0]
+    assert not [name for name in names if requested[name] is None]
     chat = post(running, "/v1/chat/completions", CHAT).json
     assert (chat["prompt_token_ids"], chat["prompt_logprobs"]) == (None, None)
     assert chat["choices"][0]["token_ids"] is None
     fields = {"return_token_ids": True, "prompt_logprobs": 0}
-    asked = post(running, "/v1/chat/completions", {**CHAT, **fields}).json
-    assert len(asked["prompt_token_ids"]) == len(asked["prompt_logprobs"])
-    assert asked["choices"][0]["token_ids"]
+    requested = post(running, "/v1/chat/completions", {**CHAT, **fields}).json
+    assert len(requested["prompt_token_ids"]) == len(requested["prompt_logprobs"])
+    assert requested["choices"][0]["token_ids"]
     assert post(running, "/tokenize", {"prompt": "Hi"}).json["token_strs"] is None
 
 
