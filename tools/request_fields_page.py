@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compatibility_fields import list_compatibility_fields
+from modelmill.serve.compatibility_fields import AccountFields, list_compatibility_fields
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_schema import AnthropicTool, MessagesRequest
 from modelmill.serve.dialects.llama_cpp_schema import (
@@ -17,12 +17,15 @@ from modelmill.serve.dialects.llama_cpp_schema import (
     LlamaCppCompletionRequest,
 )
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, NEUTRAL_OPTIONS
+from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.message_cleaning import DROPPED_MESSAGE_KEYS
 from modelmill.serve.query_parameters import IGNORED_QUERY_PARAMETERS
 from modelmill.serve.response_tools import FlatCustomTool, FunctionTool, HostedTool
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
+from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
 from modelmill.serve.strict_models import StrictModel
+from modelmill.serve.tokenize_schema import TokenizeRequest
 from tools import generated_page
 
 PAGE = Path("docs/request-fields.md")
@@ -32,8 +35,8 @@ HEAD = """<!-- Made by `make request-fields` from modelmill/serve. -->
 
 Clients send fields of other servers. What can be served is served ([dialects](dialects.md)); what
 would change the answer in silence is a 400 that names the field. The rest is accepted and has no
-effect. An unknown field that is `null` is accepted by completions, chat completions, responses and
-Anthropic Messages.
+effect. An unknown field that is `null` is accepted by completions, chat completions, responses,
+Anthropic Messages, embeddings, rerank, score and `/tokenize`.
 """
 SECTION = """
 ## {title}
@@ -93,15 +96,19 @@ def render() -> dict[Path, str]:
             ),
             SECTION.format(title="Responses", noun="field"),
             _table(
-                (name, "any", reason)
-                for name, kind, reason in list_compatibility_fields([ResponsesRequest])
-                if kind == "ignored" and name not in GenerationFields.model_fields
+                row
+                for row in _model_rows([ResponsesRequest])
+                if row[0] not in AccountFields.model_fields
             ),
             _table(
                 (f"tools[].{name}", "any", reason)
                 for name, _, reason in list_compatibility_fields([FunctionTool, FlatCustomTool])
             ),
             HOSTED.format(types=", ".join(f"`{each}`" for each in HOSTED_TYPES)),
+            SECTION.format(title="Embeddings, rerank and score", noun="field"),
+            _table(_model_rows([EmbeddingRequest, RerankRequest, ScoreRequest])),
+            SECTION.format(title="/tokenize and /apply-template", noun="field"),
+            _table(_model_rows([TokenizeRequest])),
             SECTION.format(title="Compaction", noun="field"),
             _table(_model_rows([CompactRequest])),
             SECTION.format(title="Anthropic Messages", noun="field"),

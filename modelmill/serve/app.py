@@ -47,6 +47,7 @@ from modelmill.serve.routes import (
     completions,
     embeddings,
     health,
+    invocations,
     kv_sessions,
     llama_cpp,
     messages,
@@ -132,7 +133,7 @@ def make_app(service: Service) -> ASGIApp:
         models,
         kv_sessions,
         health, completions, chat, responses, compaction, messages, ollama, embeddings, tokenize,
-        segment, page,
+        segment, page, invocations,
     )  # fmt: skip
     for module in modules:
         app.include_router(module.router)

@@ -45,21 +45,31 @@ class BodyRoute(APIRoute):
         endpoint = self.endpoint
 
         async def handle(request: Request) -> Response:
-            body = await read_validated_body(request, model)
-            request.scope[REQUEST_FIELDS_SET_SCOPE_KEY] = frozenset(body.model_fields_set)
-            if "cache_salt" in model.model_fields:
-                tenant = request.scope.get(TENANT_SCOPE_KEY, "")
-                salt = tenant_cache_salt(tenant, cast(Any, body).cache_salt)
-                body = body.model_copy(update={"cache_salt": salt})
-            if model.may_omit_model and not cast(Any, body).model:
-                name = request.app.state.service.only_model_name()
-                body = body.model_copy(update={"model": name})
-            if "priority" in model.model_fields:
-                request.scope[PRIORITY_SCOPE_KEY] = cast(Any, body).priority
-            response: Response = await endpoint(body, request)
-            return response
+            return await call_endpoint(endpoint, await read_validated_body(request, model), request)
 
         return handle
+
+
+async def call_endpoint(
+    endpoint: Callable[..., Any], body: StrictModel, request: Request
+) -> Response:
+    """Call ``endpoint(body, request)`` with what every route gives a valid body.
+
+    These are the key's salt of the cache, the only model, and its priority for the queue.
+    """
+    model = type(body)
+    request.scope[REQUEST_FIELDS_SET_SCOPE_KEY] = frozenset(body.model_fields_set)
+    if "cache_salt" in model.model_fields:
+        tenant = request.scope.get(TENANT_SCOPE_KEY, "")
+        salt = tenant_cache_salt(tenant, cast(Any, body).cache_salt)
+        body = body.model_copy(update={"cache_salt": salt})
+    if model.may_omit_model and not cast(Any, body).model:
+        name = request.app.state.service.only_model_name()
+        body = body.model_copy(update={"model": name})
+    if "priority" in model.model_fields:
+        request.scope[PRIORITY_SCOPE_KEY] = cast(Any, body).priority
+    response: Response = await endpoint(body, request)
+    return response
 
 
 async def read_validated_body(request: Request, model: type[S]) -> S:

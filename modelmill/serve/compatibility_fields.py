@@ -12,7 +12,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from modelmill.serve.strict_models import FAIL_FAST, MAX_ITEMS, JsonObject, Metadata, StrictModel
+from modelmill.serve.strict_models import (
+    FAIL_FAST,
+    MAX_ITEMS,
+    JsonObject,
+    Metadata,
+    StrictModel,
+    UnknownNullTolerantModel,
+)
 
 IGNORED_DESCRIPTION_PREFIX = "accepted and ignored: "
 OFF_ONLY_DESCRIPTION_PREFIX = "only its value that means off: "
@@ -59,16 +66,72 @@ class AccountFields(StrictModel):
     prompt_cache_options: JsonObject | None = ignored_field("as prompt_cache_retention")
 
 
-class CompatibilityFields(StrictModel):
+class VllmFields(UnknownNullTolerantModel):
+    """Fields of every request of vLLM, which its clients send with their defaults."""
+
+    request_id: str | None = ignored_field("send the header X-Request-Id", max_length=256)
+    return_token_offsets: Annotated[bool | None, only_off_values(False)] = off_only_field("false")
+    return_mm_kwargs: Annotated[bool | None, only_off_values(False)] = off_only_field("false")
+    return_prompt_text: Annotated[bool | None, only_off_values(False)] = off_only_field("false")
+    return_weight_versions: Annotated[bool | None, only_off_values(False)] = off_only_field("false")
+    media_io_kwargs: Annotated[JsonObject | None, only_off_values({})] = off_only_field(
+        "an empty object"
+    )
+    mm_processor_kwargs: Annotated[JsonObject | None, only_off_values({})] = off_only_field(
+        "an empty object"
+    )
+
+
+class VllmGenerationFields(VllmFields):
+    """Such fields of every request of vLLM that makes an answer."""
+
+    spaces_between_special_tokens: bool | None = ignored_field(
+        "tokens are decoded to their exact bytes"
+    )
+    use_beam_search: Annotated[bool | None, only_off_values(False)] = off_only_field(
+        "false; num_beams is Python's"
+    )
+    length_penalty: Annotated[Number | None, only_off_values(1)] = off_only_field(
+        "1: of beam search alone"
+    )
+    detokenize: Annotated[bool | None, only_off_values(True)] = off_only_field(
+        "true: answers are text"
+    )
+    vllm_xargs: Annotated[JsonObject | None, only_off_values({})] = off_only_field(
+        "an empty object"
+    )
+
+
+class EchoOffField(StrictModel):
+    """``echo`` of requests that cannot repeat their prompt."""
+
+    echo: Annotated[bool | None, only_off_values(False)] = off_only_field(
+        "false; completions have it"
+    )
+
+
+class PoolingCompatibilityFields(VllmFields, EchoOffField):
+    """Such fields of embeddings and of scores."""
+
+    padding: Annotated[str | None, only_off_values("do_not_pad")] = off_only_field("do_not_pad")
+    truncation_side: Annotated[str | None, only_off_values("right")] = off_only_field(
+        "right: the first tokens are read"
+    )
+    embed_dtype: Annotated[str | None, only_off_values("float32")] = off_only_field("float32")
+    endianness: Annotated[str | None, only_off_values("native", "little")] = off_only_field(
+        "native or little"
+    )
+    use_activation: Annotated[bool | None, only_off_values(True)] = off_only_field(
+        "true: vectors have length 1"
+    )
+
+
+class CompatibilityFields(VllmGenerationFields):
     """Fields of vLLM's, SGLang's and llama.cpp's chat and text completions."""
 
     metadata: Metadata | None = ignored_field("nothing is stored")
     prediction: JsonObject | None = ignored_field("it could only make the same answer faster")
-    request_id: str | None = ignored_field("send the header X-Request-Id", max_length=256)
     rid: str | None = ignored_field("as request_id", max_length=256)
-    spaces_between_special_tokens: bool | None = ignored_field(
-        "tokens are decoded to their exact bytes"
-    )
     id_slot: int | None = ignored_field(
         "there are no slots: every request may use every cached prefix"
     )
@@ -100,30 +163,17 @@ class CompatibilityFields(StrictModel):
     min_keep: Annotated[int | None, only_off_values(0, 1)] = off_only_field("0 or 1")
     n_probs: Annotated[int | None, only_off_values(0)] = off_only_field("0; logprobs returns them")
     post_sampling_probs: Annotated[bool | None, only_off_values(False)] = off_only_field("false")
-    use_beam_search: Annotated[bool | None, only_off_values(False)] = off_only_field(
-        "false; num_beams is Python's"
-    )
-    length_penalty: Annotated[Number | None, only_off_values(1)] = off_only_field(
-        "1: of beam search alone"
-    )
     early_stopping: Annotated[bool | None, only_off_values(False)] = off_only_field(
         "false: of beam search alone"
     )
     t_max_predict_ms: Annotated[Number | None, only_off_values(0, -1)] = off_only_field("0 or -1")
-    detokenize: Annotated[bool | None, only_off_values(True)] = off_only_field(
-        "true: answers are text; return_token_ids adds ids"
-    )
     lora: Annotated[AnyItems | None, only_off_values([])] = off_only_field("an empty list")
-    vllm_xargs: Annotated[JsonObject | None, only_off_values({})] = off_only_field(
-        "an empty object"
-    )
 
 
-class ChatCompatibilityFields(StrictModel):
+class ChatCompatibilityFields(EchoOffField):
     """Such fields of chat completions alone."""
 
     verbosity: str | None = ignored_field("the model writes as it writes; of chat alone")
-    echo: Annotated[bool | None, only_off_values(False)] = off_only_field("false; of chat alone")
     best_of: Annotated[int | None, only_off_values(1)] = off_only_field("1; of chat alone")
     documents: Annotated[AnyItems | None, only_off_values([])] = off_only_field(
         "an empty list; of chat alone"

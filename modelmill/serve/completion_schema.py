@@ -12,9 +12,9 @@ from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, NO_TOKEN_LIMIT, 
 from modelmill.serve.mixed_prompts import MixedPrompt, MixedPrompts, split_mixed_prompts
 from modelmill.serve.prompt_fields import (
     MAX_PROMPTS,
+    PromptTokenIds,
     TextList,
     TokenIdLists,
-    TokenIds,
     list_prompts,
 )
 from modelmill.serve.sampling_schema import UnlimitedTemperature
@@ -24,7 +24,7 @@ from modelmill.serve.strict_models import Text
 class CompletionRequest(GenerationFields):
     """Request body of POST /v1/completions."""
 
-    prompt: Text | TextList | TokenIds | TokenIdLists = Field(
+    prompt: Text | TextList | PromptTokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them"
     )
     max_tokens: int | None = Field(16, ge=NO_TOKEN_LIMIT, le=MAX_INT32, description="-1: no limit")

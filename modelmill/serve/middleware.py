@@ -55,6 +55,7 @@ IMAGE_INPUT_ENDPOINTS = (
     "/api/chat",
     "/api/generate",
     "/tokenize",
+    "/invocations",
 )
 """Paths whose requests may contain images."""
 PATHS_SERVED_WHILE_DRAINING = (b"/health", b"/ping", b"/metrics", b"/version")

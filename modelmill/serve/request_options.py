@@ -13,6 +13,7 @@ from modelmill.core.types import SamplingParams
 from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.openai_format import clamp_logprob, token_text
+from modelmill.serve.prompt_fields import resolve_truncated_length
 from modelmill.text.tokenizer_loader import Tokenizer
 from modelmill.text_processor import TextProcessor
 
@@ -63,10 +64,7 @@ def max_kept_prompt_tokens(body: GenerationFields, max_model_len: int) -> int | 
 
     -1 keeps what leaves room for one token of the answer.
     """
-    limit = body.truncate_prompt_tokens
-    if limit == 0:
-        raise RequestError("truncate_prompt_tokens must be at least 1, or -1")
-    return max_model_len - 1 if limit == -1 else limit
+    return resolve_truncated_length(body.truncate_prompt_tokens, max_model_len, max_model_len - 1)
 
 
 def format_prompt_logprobs(

@@ -88,7 +88,7 @@ class TokenizeResponse(ResponseModel):
     count: int
     max_model_len: int
     tokens: list[int] | list[TokenPiece]
-    token_strs: list[str] = Field(default_factory=list)
+    token_strs: list[str] | None = None
 
 
 class TemplateResponse(ResponseModel):
@@ -213,7 +213,7 @@ class ChatChoice(ResponseModel):
     logprobs: ChoiceLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None
-    token_ids: list[int] = Field(default_factory=list)
+    token_ids: list[int] | None = None
 
 
 class GeneratedResponse(ResponseModel):
@@ -236,8 +236,8 @@ class ChatCompletionResponse(GeneratedResponse):
     object: Literal["chat.completion"]
     usage: ChatUsage
     choices: list[ChatChoice]
-    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
-    prompt_token_ids: list[int] = Field(default_factory=list)
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionLogprobs(ResponseModel):
@@ -257,9 +257,9 @@ class CompletionChoice(ResponseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: str | int | None
-    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
-    token_ids: list[int] = Field(default_factory=list)
-    prompt_token_ids: list[int] = Field(default_factory=list)
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionResponse(GeneratedResponse):

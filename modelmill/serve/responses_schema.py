@@ -15,7 +15,11 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import SUMMARY_INTRO, join_successive_user_messages
-from modelmill.serve.compatibility_fields import ignored_field
+from modelmill.serve.compatibility_fields import (
+    EchoOffField,
+    VllmGenerationFields,
+    ignored_field,
+)
 from modelmill.serve.custom_tools import custom_function_call
 from modelmill.serve.discriminated_unions import make_converted_request, parse_by_type_field
 from modelmill.serve.encrypted_content_codec import PACKED_TEXT_PREFIX, TextDecompressor
@@ -294,7 +298,7 @@ class ResponseStreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, VllmGenerationFields, EchoOffField):
     """Request body of POST /v1/responses."""
 
     # input[i].content[j].logprobs, copied from a response: of 16,000 tokens with five each, or
@@ -335,6 +339,9 @@ class ResponsesRequest(SamplingFields):
     # extensions
     chat_template_kwargs: JsonObject | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
+    include_reasoning: bool | None = Field(
+        None, description="false: the output has no reasoning items"
+    )
 
     def check(self) -> None:
         """Raise RequestError for fields that are not supported."""

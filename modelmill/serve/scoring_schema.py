@@ -7,16 +7,18 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_INT32
+from modelmill.serve.compatibility_fields import PoolingCompatibilityFields
 from modelmill.serve.embeddings_schema import TruncatedTokens
 from modelmill.serve.engine_request_fields import EngineRequestFields
-from modelmill.serve.prompt_fields import TextList
+from modelmill.serve.prompt_fields import TextList, check_at_most_engine_length
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, Text
 
 MAX_TEXTS = 2048
 Documents = Annotated[list[Text | JsonObject], FAIL_FAST, Field(min_length=1, max_length=MAX_TEXTS)]
 
 
-class RerankRequest(EngineRequestFields):
+class RerankRequest(EngineRequestFields, PoolingCompatibilityFields):
     """Request body of POST /v1/rerank."""
 
     may_omit_model: ClassVar[bool] = True
@@ -28,9 +30,21 @@ class RerankRequest(EngineRequestFields):
     top_n: int | None = Field(None, ge=0, le=MAX_TEXTS)
     return_text: bool | None = Field(None, description="with texts")
     return_documents: bool | None = None
-    max_tokens_per_doc: int | None = Field(None, ge=1, description="accepted: texts are not cut")
+    max_tokens_per_doc: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="each document is cut to so many tokens; 0: none is"
+    )
     user: str | None = Field(None, max_length=4096)
     truncate_prompt_tokens: TruncatedTokens | None = None
+
+    def max_text_tokens(self, max_model_len: int) -> list[int | None]:
+        """How many tokens are read of the query, then of each document; None: all that may be.
+
+        Raises:
+            RequestError: more than the engine takes.
+        """
+        check_at_most_engine_length("max_tokens_per_doc", self.max_tokens_per_doc, max_model_len)
+        documents = self.documents if self.texts is None else self.texts
+        return [None, *([self.max_tokens_per_doc or None] * len(documents or ()))]
 
     def document_texts(self) -> list[str]:
         """The documents as texts.
@@ -55,7 +69,7 @@ class RerankRequest(EngineRequestFields):
         return f"{name}[{index - 1}]" if index else "query"
 
 
-class ScoreRequest(EngineRequestFields):
+class ScoreRequest(EngineRequestFields, PoolingCompatibilityFields):
     """Request body of POST /v1/score."""
 
     may_omit_model: ClassVar[bool] = True

@@ -7,14 +7,15 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.compatibility_fields import EchoOffField, VllmFields
 from modelmill.serve.message_cleaning import ChatMessages
 from modelmill.serve.prompt_fields import TokenIds
-from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, StrictModel, Text
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, Text
 from modelmill.serve.tool_schema import MAX_TOOLS, Tool
 from modelmill.text.begun_answer import check_continued_messages
 
 
-class ApplyTemplateRequest(StrictModel):
+class ApplyTemplateRequest(VllmFields, EchoOffField):
     """POST /apply-template: the prompt of a conversation as text."""
 
     may_omit_model: ClassVar[bool] = True
@@ -68,7 +69,7 @@ class TokenizeRequest(ApplyTemplateRequest):
         return self.content is None if choice is None else choice
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(VllmFields):
     """Request body of POST /detokenize."""
 
     may_omit_model: ClassVar[bool] = True

@@ -18,6 +18,8 @@ from modelmill.serve.compatibility_fields import (
 from modelmill.serve.strict_models import accepted_field_names
 
 PydanticError = Mapping[str, Any]
+MIN_HINT_SIMILARITY = 0.65
+"""How similar a field's name must be to be hinted at: below, words alone are alike."""
 EXPECTED_TYPE_PHRASES = {
     "string_type": "a string",
     "list_type": "a list",
@@ -59,6 +61,7 @@ FIELD_SUGGESTIONS = {
     "function_call": "tool_choice",
     "max_new_tokens": "max_tokens",
     "stop_sequences": "stop",
+    "stop_words": "stop",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }
@@ -133,7 +136,7 @@ def _suggest_field(
     suggestion = (
         known
         if known.partition(".")[0] in model.model_fields
-        else most_similar_name(name, sorted(accepted_field_names(model)))
+        else most_similar_name(name, sorted(accepted_field_names(model)), MIN_HINT_SIMILARITY)
     )
     return f"; did you mean {suggestion}?" if suggestion else ""
 

@@ -169,6 +169,158 @@ def test_texts_to_compare_are_cut_too(
     assert running.post(path, {**long, "truncate_prompt_tokens": 0}).status == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "Lily"}),
+        ("/v1/embeddings", {"input": [3] * 600}),
+        ("/v1/score", {"text_1": "Lily", "text_2": "Tom"}),
+        ("/v1/rerank", {"query": "Lily", "documents": ["Tom"]}),
+        ("/v1/completions", {"prompt": "Lily", "max_tokens": 1}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+        ),
+    ],
+)
+def test_a_cut_longer_than_the_engine_takes_is_refused(
+    running: ServiceThread, path: str, body: dict[str, Any]
+) -> None:
+    """Also with a short text, as in vLLM: the client has the wrong idea of the engine."""
+    fits = {**body, "model": "stories", "truncate_prompt_tokens": 512}
+    assert running.post(path, fits).status == 200
+    response = running.post(path, {**fits, "truncate_prompt_tokens": 513})
+    assert response.status == 400
+    error = response.json["error"]
+    assert (error["message"], error["param"]) == (
+        "truncate_prompt_tokens must be at most 512, this engine's length, not 513",
+        "truncate_prompt_tokens",
+    )
+
+
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Who plays?"},
+    {"role": "assistant", "content": "Tom"},
+]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": True},
+        {"continue_final_message": True},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+    ids=str,
+)
+def test_messages_are_read_through_the_chat_template(
+    running: ServiceThread, more: dict[str, Any]
+) -> None:
+    body = {"model": "stories", "messages": TALK, **more}
+    response = running.post("/v1/embeddings", body)
+    assert response.status == 200, response.body
+    # /tokenize begins an answer by default
+    rendered = running.post("/tokenize", {"add_generation_prompt": False, **body}).json["tokens"]
+    (expected,) = embed(running, [rendered])["data"]
+    assert response.json["usage"]["prompt_tokens"] == len(rendered)
+    np.testing.assert_allclose(
+        response.json["data"][0]["embedding"], expected["embedding"], atol=1e-6
+    )
+
+
+def test_messages_are_cut_too(running: ServiceThread) -> None:
+    body = {"model": "stories", "messages": [{"role": "user", "content": "a " * 900}]}
+    response = running.post("/v1/embeddings", body)
+    assert response.status == 400
+    assert response.json["error"]["param"] == "messages"
+    cut = running.post("/v1/embeddings", {**body, "truncate_prompt_tokens": 4})
+    assert cut.json["usage"]["prompt_tokens"] == 4
+
+
+def test_texts_without_special_tokens(running: ServiceThread, llm: LLM) -> None:
+    ids = llm.language.encode_prompt(TEXTS[0])
+    assert ids[0] == 1
+    (plain,) = embed(running, TEXTS[0], add_special_tokens=False)["data"]
+    (expected,) = embed(running, ids[1:])["data"]
+    np.testing.assert_allclose(plain["embedding"], expected["embedding"], atol=1e-6)
+    cut = embed(running, TEXTS[0], add_special_tokens=False, truncate_prompt_tokens=3)
+    np.testing.assert_allclose(
+        cut["data"][0]["embedding"], embed(running, ids[1:4])["data"][0]["embedding"], atol=1e-6
+    )
+    assert embed(running, TEXTS[0], add_special_tokens=True)["usage"]["prompt_tokens"] == len(ids)
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": TALK, "input": "a"}, "input and messages exclude each other"),
+        ({"messages": []}, "messages: must have at least 1 items"),
+        ({"messages": TALK, "add_special_tokens": True}, "add_special_tokens has no effect"),
+        ({"messages": TALK[:1], "continue_final_message": True}, "continue_final_message needs a"),
+        ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt needs messages"),
+        ({"input": "a", "continue_final_message": True}, "continue_final_message needs messages"),
+        (
+            {"messages": TALK, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message and add_generation_prompt exclude",
+        ),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages: pictures are not"),
+        ({"messages": [TALK]}, "messages[0]: must be an object"),
+    ],
+)
+def test_refusals_of_messages(running: ServiceThread, body: dict[str, Any], message: str) -> None:
+    response = running.post("/v1/embeddings", {"model": "stories", **body})
+    assert response.status == 400, response.body
+    error = response.json["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] == re.split(r"[ :\[]", message)[0]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_are_cut_to_max_tokens_per_doc(
+    running: ServiceThread, llm: LLM, path: str
+) -> None:
+    body = {"model": "stories", "query": TEXTS[0], "documents": [TEXTS[2], TEXTS[1]]}
+
+    def rank(**more: Any) -> Any:
+        response = running.post(path, {**body, **more})
+        assert response.status == 200, response.body
+        return response.json
+
+    lengths = [len(llm.language.encode_prompt(text)) for text in (TEXTS[0], TEXTS[2], TEXTS[1])]
+    whole = rank()
+    assert whole["usage"]["prompt_tokens"] == sum(lengths)
+    for none in (0, None, 400):
+        same = rank(max_tokens_per_doc=none)
+        assert (same["results"], same["usage"]) == (whole["results"], whole["usage"])
+    cut = rank(max_tokens_per_doc=2)
+    # the query is read whole
+    assert cut["usage"]["prompt_tokens"] == lengths[0] + 2 + 2
+    vectors = embed(running, [llm.language.encode_prompt(text)[:2] for text in body["documents"]])
+    query = np.array(embed(running, TEXTS[0])["data"][0]["embedding"])
+    scores = {each["index"]: each["relevance_score"] for each in cut["results"]}
+    for index, each in enumerate(vectors["data"]):
+        np.testing.assert_allclose(scores[index], query @ np.array(each["embedding"]), atol=1e-5)
+    assert cut["results"][0]["document"]["text"] in body["documents"]
+    # both limits: the smaller one of each text
+    both = rank(max_tokens_per_doc=2, truncate_prompt_tokens=3)
+    assert both["usage"]["prompt_tokens"] == 3 + 2 + 2
+    long = rank(max_tokens_per_doc=5, documents=["a " * 600])
+    assert long["usage"]["prompt_tokens"] == lengths[0] + 5
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, 513])
+def test_a_wrong_max_tokens_per_doc_is_refused(running: ServiceThread, wrong: Any) -> None:
+    body = {"model": "stories", "query": "a", "documents": ["b"], "max_tokens_per_doc": wrong}
+    response = running.post("/v1/rerank", body)
+    assert response.status == 400
+    assert response.json["error"]["param"] == "max_tokens_per_doc"
+
+
 WRONG: list[tuple[Any, str]] = [
     ({"input": ""}, "input is empty"),
     ({"input": ["a", ""]}, "input[1] is empty"),
@@ -176,7 +328,9 @@ WRONG: list[tuple[Any, str]] = [
     ({"input": [""]}, "input is empty"),
     ({"input": [[]]}, "input is empty"),
     ({"input": ["a", 1]}, "input"),
-    ({"input": [-1]}, "input"),
+    ({"input": [-1]}, "the prompt's token ids must be between 0 and 511"),
+    ({"input": [[3], [-1]]}, "input[1]: the prompt's token ids must be between 0 and 511"),
+    ({"input": [1 << 40]}, "the prompt's token ids must be between 0 and 511"),
     ({"input": [1 << 20]}, "token ids must be between"),
     ({"input": [True]}, "input"),
     ({"input": None}, "input"),
@@ -190,7 +344,6 @@ WRONG: list[tuple[Any, str]] = [
     ({"input": "a", "odd": 1}, "unknown field"),
     ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1"),
     ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-    ({"input": [3] * 600, "truncate_prompt_tokens": 513}, "tokens, this engine takes"),
     ({}, "field required"),
 ]
 

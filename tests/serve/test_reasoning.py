@@ -190,6 +190,19 @@ def test_thinking_is_an_item_of_a_response() -> None:
     assert [e["output_index"] for e in added] == [0, 1]
 
 
+def test_a_response_has_no_thinking_where_the_request_says_so() -> None:
+    body = ResponsesRequest(model="m", input="x", include_reasoning=False)
+    output = CompletionOutput(0, "", [1], "stop")
+    builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output), THINKS)  # type: ignore[arg-type]
+    sent = []
+    for text in ("<think>\nWe", "ll.\n</think>", "\n\nHi."):
+        sent += list(builder._emit_text_and_store_when_ended(text, None, 1))
+    sent += list(builder._emit_text_and_store_when_ended("", output, 0))
+    assert "reasoning" not in json.dumps(sent)
+    (message,) = builder.response()["output"]
+    assert message["content"][0]["text"] == "Hi."
+
+
 def test_tokens_of_the_thinking_are_counted() -> None:
     body = ResponsesRequest(model="m", input="x")
     output = CompletionOutput(0, "", [1], None)

@@ -11,6 +11,7 @@ import pytest
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compatibility_fields import list_compatibility_fields
 from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.dialects.anthropic_schema import MessagesRequest
 from modelmill.serve.message_cleaning import clean_messages
 from modelmill.serve.request_options import bad_word_ids
 from tests.serve.dialect_calls import MODEL, events, post
@@ -54,6 +55,73 @@ def test_ignored_fields_and_nulls_change_nothing(running: ServiceThread) -> None
     assert (
         post(running, "/v1/chat/completions", {**CHAT, **IGNORED_BY_CHAT}).json["choices"] == chat
     )
+
+
+VLLM_DEFAULTS: dict[str, Any] = {
+    "request_id": "r", "return_token_offsets": False, "return_mm_kwargs": False,
+    "return_prompt_text": False, "mm_processor_kwargs": {}, "media_io_kwargs": None,
+    "kv_transfer_params": None,
+}  # fmt: skip
+VLLM_POOLING_DEFAULTS: dict[str, Any] = {
+    "padding": "do_not_pad", "truncation_side": "right", "embed_dtype": "float32",
+    "endianness": "native", "use_activation": True,
+}  # fmt: skip
+VLLM_ANSWER_DEFAULTS: dict[str, Any] = {
+    "spaces_between_special_tokens": True, "vllm_xargs": {}, "detokenize": True,
+    "length_penalty": 1.0, "use_beam_search": False, "echo": False, "include_reasoning": True,
+}  # fmt: skip
+WITH_DEFAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("/v1/embeddings", {"input": "Hi"}, {"echo": False, **VLLM_POOLING_DEFAULTS}),
+    ("/score", {"text_1": "Hi", "text_2": "Ho"}, {"echo": False, **VLLM_POOLING_DEFAULTS}),
+    ("/rerank", {"query": "Hi", "documents": ["Ho"]}, {"echo": False, **VLLM_POOLING_DEFAULTS}),
+    ("/tokenize", {"prompt": "Hi"}, {"echo": False}),
+    ("/detokenize", {"tokens": [5]}, {}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}, VLLM_ANSWER_DEFAULTS),
+    ("/v1/chat/completions", {"messages": HI, "max_tokens": 2}, VLLM_ANSWER_DEFAULTS),
+    ("/v1/messages", {"messages": HI, "max_tokens": 2}, {"echo": None}),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "more"), WITH_DEFAULTS, ids=[p for p, *_ in WITH_DEFAULTS]
+)
+def test_defaults_of_vllm_and_nulls_are_accepted(
+    running: ServiceThread, path: str, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    response = running.post(path, {"model": "stories", **body, **VLLM_DEFAULTS, **more})
+    assert response.status == 200, response.body
+    plain = running.post(path, {"model": "stories", **body})
+    for name in ("data", "results", "tokens", "prompt"):
+        assert response.json.get(name) == plain.json.get(name)
+    for wrong in ({"return_mm_kwargs": True}, {"odd": 1}):
+        refused = running.post(path, {"model": "stories", **body, **wrong})
+        assert refused.status == 400, refused.body
+
+
+@pytest.mark.parametrize("field", ["padding", "embed_dtype", "truncation_side", "endianness"])
+def test_what_would_change_an_embedding_is_refused(running: ServiceThread, field: str) -> None:
+    wrong = {
+        "padding": "max_length", "embed_dtype": "float16", "truncation_side": "left",
+        "endianness": "big",
+    }[field]  # fmt: skip
+    response = running.post("/v1/embeddings", {"model": "stories", "input": "a", field: wrong})
+    assert response.status == 400
+    assert response.json["error"]["param"] == field
+
+
+def test_min_tokens_of_messages_is_that_of_chat(running: ServiceThread) -> None:
+    body = {"messages": HI, "max_tokens": 8, "temperature": 0}
+    usage = post(running, "/v1/messages", {**body, "min_tokens": 8}).json["usage"]
+    assert usage["output_tokens"] == 8
+    assert running.post("/v1/messages", {**body, "min_tokens": -1}).status == 400
+
+
+def test_template_options_of_messages_reach_the_chat() -> None:
+    body = MessagesRequest.model_validate(
+        {"messages": HI, "max_tokens": 1, "chat_template_kwargs": {"a": 1}, "min_tokens": 1}
+    )
+    chat = body.to_chat_request()
+    assert (chat.chat_template_kwargs, chat.min_tokens) == ({"a": 1}, 1)
 
 
 def test_every_ignored_field_has_its_reason() -> None:
@@ -119,6 +187,41 @@ def test_what_would_change_the_answer_in_silence_is_refused(
     response = running.post("/v1/completions", {"model": "stories", **COMPLETE, **more})
     assert response.status == 400, response.body
     assert response.json["error"]["message"].startswith(start), response.body
+
+
+@pytest.mark.parametrize("wrong", [-1, 999999, 1 << 40, 1 << 70])
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"truncate_prompt_tokens": 2}])
+def test_a_wrong_token_id_is_told_the_range(
+    running: ServiceThread, wrong: int, more: dict[str, Any]
+) -> None:
+    for prompt, start in (
+        ([wrong], "the prompt's"),
+        ([[3], [3, wrong]], "prompt[1]: the prompt's"),
+    ):
+        body = {"model": MODEL, **COMPLETE, "prompt": prompt, **more}
+        response = running.post("/v1/completions", body)
+        assert response.status == 400, response.body
+        error = response.json["error"]
+        assert error["message"] == f"{start} token ids must be between 0 and 511"
+        assert error["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("kv_connector", None),
+        ("prompt_embeds", None),
+        ("truncation_side", None),
+        ("stop_words", "stop"),
+        ("max_token", "max_tokens"),
+    ],
+)
+def test_only_a_similar_field_is_hinted_at(
+    running: ServiceThread, field: str, hint: str | None
+) -> None:
+    response = running.post("/v1/chat/completions", {"model": MODEL, **CHAT, field: 1})
+    expected = f"{field}: unknown field" + (f"; did you mean {hint}?" if hint else "")
+    assert response.json["error"]["message"] == expected
 
 
 def test_n_predict_is_the_length(running: ServiceThread) -> None:
@@ -254,6 +357,23 @@ def test_prompt_logprobs_are_those_of_echo(running: ServiceThread) -> None:
         assert entry[str(id)]["rank"] >= 1
     chat = post(running, "/v1/chat/completions", {**CHAT, "prompt_logprobs": 0}).json
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_fields_of_vllm_that_were_not_asked_for_are_null(running: ServiceThread) -> None:
+    """Its clients read them as attributes of objects, which have those that are in the answer."""
+    names = {"token_ids", "prompt_token_ids", "prompt_logprobs"}
+    choice = complete(running)["choices"][0]
+    assert {name for name in names if choice[name] is None} == names
+    requested = complete(running, return_token_ids=True, prompt_logprobs=0)["choices"][0]
+    assert not [name for name in names if requested[name] is None]
+    chat = post(running, "/v1/chat/completions", CHAT).json
+    assert (chat["prompt_token_ids"], chat["prompt_logprobs"]) == (None, None)
+    assert chat["choices"][0]["token_ids"] is None
+    fields = {"return_token_ids": True, "prompt_logprobs": 0}
+    requested = post(running, "/v1/chat/completions", {**CHAT, **fields}).json
+    assert len(requested["prompt_token_ids"]) == len(requested["prompt_logprobs"])
+    assert requested["choices"][0]["token_ids"]
+    assert post(running, "/tokenize", {"prompt": "Hi"}).json["token_strs"] is None
 
 
 def test_tokens_as_ids(running: ServiceThread) -> None:

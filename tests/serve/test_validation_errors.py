@@ -23,7 +23,7 @@ PROMPT = "prompt: must be a string, a list of strings, token ids, or lists of th
 CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     *(
         (CompletionRequest, {"model": "m", "prompt": bad}, PROMPT)
-        for bad in (5, None, {"a": 1}, [-1], ["a", 1], [True])
+        for bad in (5, None, {"a": 1}, [1.5], ["a", 1], [True])
     ),
     (CompletionRequest, {**TEXT, "stop": 5}, "stop: must be a string, or a list of strings"),
     (

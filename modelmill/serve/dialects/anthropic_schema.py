@@ -11,7 +11,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.chat_schema import ChatRequest
-from modelmill.serve.compatibility_fields import AnyItems, ignored_field
+from modelmill.serve.compatibility_fields import AnyItems, VllmFields, ignored_field
 from modelmill.serve.dialects.anthropic_blocks import (
     BlockText,
     LongText,
@@ -105,7 +105,7 @@ class OutputConfig(StrictModel):
     )
 
 
-class CountTokensRequest(UnknownNullTolerantModel):
+class CountTokensRequest(VllmFields):
     """Request body of POST /v1/messages/count_tokens: what makes up the prompt."""
 
     may_omit_model: ClassVar[bool] = True
@@ -125,6 +125,8 @@ class CountTokensRequest(UnknownNullTolerantModel):
     context_management: JsonObject | None = ignored_field("the model reads the whole conversation")
     billing_policy: JsonObject | None = ignored_field("there are no accounts")
     speed: str | None = ignored_field("there is one speed")
+    # extension, as of chat
+    chat_template_kwargs: JsonObject | None = None
     # refused unless empty
     mcp_servers: AnyItems | None = None
 
@@ -155,6 +157,7 @@ class CountTokensRequest(UnknownNullTolerantModel):
                 "tool_choice": choice,
                 "parallel_tool_calls": False if one_call else None,
                 "response_format": self._response_format(),
+                "chat_template_kwargs": self.chat_template_kwargs,
                 "continue_final_message": _ends_with_assistant_prefill(messages) or None,
                 **fields,
             },
@@ -219,6 +222,7 @@ class MessagesRequest(CountTokensRequest, EngineRequestFields):
     temperature: float | None = sampling_field("temperature", most=1)
     top_p: float | None = sampling_field("top_p")
     top_k: int | None = sampling_field("top_k")
+    min_tokens: int | None = sampling_field("min_tokens")  # extension, as of chat
     stop_sequences: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=64)
     stream: bool | None = None
     metadata: JsonObject | None = ignored_field("there are no accounts")
@@ -240,6 +244,7 @@ class MessagesRequest(CountTokensRequest, EngineRequestFields):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_tokens=self.min_tokens,
             stop=self.stop_sequences or None,
             stream=self.stream,
             cache_salt=self.cache_salt,

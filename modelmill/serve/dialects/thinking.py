@@ -30,7 +30,8 @@ def with_thinking(
         fields["reasoning_effort"] = effort
     # a chat format names the marks of its thinking, if it has any
     if thinks is not None and getattr(chat_format, "thinking", None) is not None:
-        fields["chat_template_kwargs"] = {ENABLE_THINKING_VARIABLE: thinks}
+        options = chat.chat_template_kwargs or {}
+        fields["chat_template_kwargs"] = {**options, ENABLE_THINKING_VARIABLE: thinks}
         if thinks and budget_tokens is not None:
             fields["thinking_token_budget"] = budget_tokens
     return chat.model_copy(update=fields) if fields else chat

@@ -379,6 +379,9 @@ class ChatResponseBuilder(EventFormatter):
             **self._head,
             "choices": [self._format_choice(output) for output in result.outputs],
             "usage": self._usage(),
+            # null rather than left out, as in vLLM: its clients read them without being asked
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
         }
         if self._body.return_token_ids:
             response["prompt_token_ids"] = result.prompt_token_ids
@@ -410,14 +413,14 @@ class ChatResponseBuilder(EventFormatter):
                 tool_call_json(call, custom_tool_names)
                 for call in collect_content_and_calls(calls)[1]
             ]
-        choice = {
+        return {
             "index": output.index,
             "message": message,
             "logprobs": self._logprobs[output.index].format_next(output, count),
             "finish_reason": self._calls[output.index].finish_reason(output, output.finish_reason),
             "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids if self._body.return_token_ids else None,
         }
-        return {**choice, "token_ids": output.token_ids} if self._body.return_token_ids else choice
 
     def first_events(self) -> bytes:
         """The event with the role, for every choice."""

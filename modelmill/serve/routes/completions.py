@@ -335,12 +335,14 @@ class CompletionResponseBuilder(EventFormatter):
             "logprobs": openai_format.concat_logprobs(tables) if tables else None,
             "finish_reason": openai_finish_reason(output.finish_reason),
             "stop_reason": output.stop_reason,
+            # null rather than left out, as in vLLM: its clients read them without being asked
+            "token_ids": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
         }
         if body.return_token_ids:
-            choice |= {
-                "token_ids": output.token_ids,
-                "prompt_token_ids": state.output.prompt_token_ids,
-            }
+            choice["token_ids"] = output.token_ids
+            choice["prompt_token_ids"] = state.output.prompt_token_ids
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = format_prompt_logprobs(self._tokenizer, state)
         return choice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,18 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.runtime.sequence import RequestLimits, check_request_and_get_ids
 from modelmill.serve import embeddings_schema
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.discriminated_unions import make_converted_request
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.routes.common import (
     acquire_service_and_engine,
+    message_has_images,
     prefixing_errors_with_prompt_name,
     prepare_and_submit_requests,
 )
+from modelmill.serve.routes.tokenize import encode_prompt
+from modelmill.serve.special_token_prompts import encode_text
 from modelmill.serve.stream import wait_or_disconnect
+from modelmill.serve.tokenize_schema import TokenizeRequest
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -32,7 +37,8 @@ router = APIRouter(route_class=BodyRoute)
 async def embeddings(body: embeddings_schema.EmbeddingRequest, request: Request) -> Any:
     """The normed final hidden states of each input, pooled and scaled to length 1."""
     service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
-    engine.check_capacity(len(body.inputs()))
+    body.check_messages()
+    engine.check_capacity(1 if body.messages else len(body.inputs()))
     states, handle = await prepare_and_submit_requests(
         request, engine, embedding_request_states, body, engine.request_limits, get_states=list
     )
@@ -47,6 +53,7 @@ def embedding_request_states(
     body: embeddings_schema.EmbeddingRequest,
     limits: RequestLimits,
     name_input: Callable[[int], str] = "input[{}]".format,
+    max_input_tokens: Sequence[int | None] = (),
 ) -> list[RequestOutputState]:
     """Convert each input to a request.
 
@@ -57,23 +64,29 @@ def embedding_request_states(
         body: the HTTP request.
         limits: of the engine.
         name_input: returns the client's field of an input, of several.
+        max_input_tokens: how many first tokens of each input are read at most; empty, None: all.
 
     Raises:
         RequestError: an input is invalid; the message names it.
     """
-    inputs = body.inputs()
+    kept_of_all = body.truncated_input_length(limits.max_len)
+    if body.messages is None:
+        inputs = body.inputs()
+    else:
+        longest = limits.max_len if kept_of_all is None else max_tokenize_tokens(limits.max_len)
+        inputs = [_encode_messages(text_processor, body, longest)]
     if text_processor.tokenizer is None and any(isinstance(each, str) for each in inputs):
         raise RequestError("input must be token ids: this engine has no tokenizer")
     params = SamplingParams(max_tokens=0)
-    kept = body.truncated_input_length(limits.max_len)
-    longest = limits.max_len if kept is None else max_tokenize_tokens(limits.max_len)
     states = []
     for index, each in enumerate(inputs):
         with prefixing_errors_with_prompt_name(name_input(index) if len(inputs) > 1 else None):
+            own_limit = max_input_tokens[index] if max_input_tokens else None
+            kept = min((n for n in (kept_of_all, own_limit) if n is not None), default=None)
+            longest = limits.max_len if kept is None else max_tokenize_tokens(limits.max_len)
             text_processor.check_prompt_length(each, longest)
-            key, prompt = "prompt" if isinstance(each, str) else "prompt_token_ids", each
-            if kept is not None:
-                key, prompt = "prompt_token_ids", _encode_beginning(text_processor, each, kept)
+            prompt = _encode_input(text_processor, body, each, kept)
+            key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
             request = text_processor.request(
                 {key: prompt, "cache_salt": body.cache_salt}, params
             ).request
@@ -83,14 +96,44 @@ def embedding_request_states(
     return states
 
 
-def _encode_beginning(
-    text_processor: TextProcessor, prompt: str | list[int], max_tokens: int
-) -> list[int]:
-    """The first tokens of an input."""
+def _encode_input(
+    text_processor: TextProcessor,
+    body: embeddings_schema.EmbeddingRequest,
+    prompt: str | list[int],
+    max_tokens: int | None,
+) -> str | list[int]:
+    """The first tokens of an input; the text itself if it is read whole, as prompts are."""
     if not isinstance(prompt, str):
         return prompt[:max_tokens]
     assert text_processor.tokenizer is not None, "texts are refused without one"
+    if body.add_special_tokens is False:
+        ids = encode_text(text_processor.tokenizer, prompt, parse_special=False, add_special=False)
+        return ids[:max_tokens]
+    if max_tokens is None:
+        return prompt
     return text_processor.tokenizer.encode_beginning(prompt, max_tokens)
+
+
+def _encode_messages(
+    text_processor: TextProcessor, body: embeddings_schema.EmbeddingRequest, max_tokens: int
+) -> list[int]:
+    """The tokens of a conversation through the chat template.
+
+    Raises:
+        RequestError: it cannot be rendered, is too long, or has pictures.
+    """
+    messages = body.messages or []
+    if any(map(message_has_images, messages)):
+        raise RequestError("messages: pictures are not embedded; send texts alone")
+    rendered = {
+        "messages": messages,
+        # no answer follows unless the client says so, as in vLLM
+        "add_generation_prompt": bool(body.add_generation_prompt),
+        "continue_final_message": body.continue_final_message,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    converted = make_converted_request(TokenizeRequest, rendered)
+    return encode_prompt(text_processor, converted, max_tokens)
 
 
 def _response_body(

@@ -201,7 +201,8 @@ class ResponsesBuilder(EventFormatter):
                 yield from self._items.add_text(piece)
                 continue
             if isinstance(piece, ReasoningDelta):
-                yield from self._items.add_reasoning(piece.text)
+                if self._body.include_reasoning is not False:
+                    yield from self._items.add_reasoning(piece.text)
                 continue
             if piece.name is not None:
                 yield from self._items.start_call(piece.id or "", piece.name)

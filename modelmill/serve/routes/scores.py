@@ -82,6 +82,8 @@ async def _run_text_embedding_requests(
 ) -> list[RequestOutputState]:
     _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
+    limit = engine.request_limits.max_len
+    max_tokens = body.max_text_tokens(limit) if isinstance(body, RerankRequest) else ()
     made = EmbeddingRequest.model_validate(
         {
             "model": body.model,
@@ -97,6 +99,7 @@ async def _run_text_embedding_requests(
         made,
         engine.request_limits,
         text_field_path,
+        max_tokens,
         get_states=list,
     )
     await wait_or_disconnect(request, handle)

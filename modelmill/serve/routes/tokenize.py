@@ -76,7 +76,12 @@ def _tokenize_response(
             f"the text has {len(ids)} tokens; the limit is {max_tokenize_tokens(max_model_len)}; "
             "send it in parts"
         )
-    response: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
+    response: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
     if body.with_pieces:
         response["tokens"] = [
             {"id": id, "piece": _token_piece(text_processor.tokenizer, id)} for id in ids
