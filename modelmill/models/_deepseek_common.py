@@ -54,7 +54,7 @@ CHECKPOINT_LAYOUT = DeepseekLayout(
     has_draft_layer=True,
 )
 # of DeepSeek-V3's router
-SIGMOID_ROUTER_SUPPORTED_VALUES = {
+SIGMOID_ROUTER_ALLOWED_VALUES = {
     "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
 # the size of queries and of rotated channels follow from others; the rest is of training

@@ -42,7 +42,7 @@ CHECKPOINT_LAYOUT = CheckpointLayout(
 QWEN35_INEFFECTIVE_KEYS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
 )  # fmt: skip
-GATED_ATTENTION_SUPPORTED_VALUES = {
+GATED_ATTENTION_ALLOWED_VALUES = {
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
 }

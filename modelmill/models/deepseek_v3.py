@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _deepseek_common
-from modelmill.models._deepseek_common import SIGMOID_ROUTER_SUPPORTED_VALUES, decoder_config
+from modelmill.models._deepseek_common import SIGMOID_ROUTER_ALLOWED_VALUES, decoder_config
 from modelmill.models._hf_config import read_boolean
 from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -16,7 +16,7 @@ from modelmill.nn.moe import RouterConfig
 Model = Decoder
 CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
-SUPPORTED_VALUES = SIGMOID_ROUTER_SUPPORTED_VALUES
+SUPPORTED_VALUES = SIGMOID_ROUTER_ALLOWED_VALUES
 CONFIG_DEFAULTS = {
     "moe_intermediate_size": 2048,
     "n_shared_experts": 1,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from modelmill.core.read_tracking_config import RawConfig, with_config_defaults
 from modelmill.models import _deepseek_common
-from modelmill.models._deepseek_common import SIGMOID_ROUTER_SUPPORTED_VALUES, decoder_config
+from modelmill.models._deepseek_common import SIGMOID_ROUTER_ALLOWED_VALUES, decoder_config
 from modelmill.models._hf_config import positive_int, read_boolean, require_supported_value
 from modelmill.models._moe_config import (
     SELECTION_BIAS_PATTERNS,
@@ -19,7 +19,7 @@ from modelmill.nn.moe import RouterConfig
 Model = Decoder
 CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
-SUPPORTED_VALUES = {**SIGMOID_ROUTER_SUPPORTED_VALUES, "partial_rotary_factor": (1,)}
+SUPPORTED_VALUES = {**SIGMOID_ROUTER_ALLOWED_VALUES, "partial_rotary_factor": (1,)}
 CONFIG_DEFAULTS = {
     "moe_intermediate_size": 1536,
     "n_shared_experts": 1,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from modelmill.core.read_tracking_config import RawConfig, with_config_overrides
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
-    GATED_ATTENTION_SUPPORTED_VALUES,
+    GATED_ATTENTION_ALLOWED_VALUES,
     QWEN35_DELTA_NET_NAMES,
     QWEN35_INEFFECTIVE_KEYS,
 )
@@ -27,7 +27,7 @@ CHECKPOINT_LAYOUT = replace(
     names={**QWEN35_DELTA_NET_NAMES, **EXPERT_NAMES, **GATED_SHARED_EXPERT_NAMES},
 )
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
-SUPPORTED_VALUES = GATED_ATTENTION_SUPPORTED_VALUES
+SUPPORTED_VALUES = GATED_ATTENTION_ALLOWED_VALUES
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

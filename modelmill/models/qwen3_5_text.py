@@ -5,7 +5,7 @@ from __future__ import annotations
 from modelmill.core.read_tracking_config import RawConfig
 from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
-    GATED_ATTENTION_SUPPORTED_VALUES,
+    GATED_ATTENTION_ALLOWED_VALUES,
     QWEN35_INEFFECTIVE_KEYS,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -13,7 +13,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 Model = Decoder
 CHECKPOINT_LAYOUT = _delta_net_config.CHECKPOINT_LAYOUT
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
-SUPPORTED_VALUES = GATED_ATTENTION_SUPPORTED_VALUES
+SUPPORTED_VALUES = GATED_ATTENTION_ALLOWED_VALUES
 
 
 def config_from_hf(raw: RawConfig) -> DecoderConfig:

@@ -11,7 +11,7 @@ from modelmill.core.read_tracking_config import (
     with_config_overrides,
 )
 from modelmill.models import _deepseek_common, _sarvam_config
-from modelmill.models._deepseek_common import SIGMOID_ROUTER_SUPPORTED_VALUES, decoder_config
+from modelmill.models._deepseek_common import SIGMOID_ROUTER_ALLOWED_VALUES, decoder_config
 from modelmill.models._hf_config import read_boolean
 from modelmill.models._moe_config import SELECTION_BIAS_PATTERNS, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -22,7 +22,7 @@ CHECKPOINT_LAYOUT = _deepseek_common.CHECKPOINT_LAYOUT
 # latent vectors have norms whatever use_qk_norm says, and no head has one
 SUPPORTED_VALUES = {
     **_sarvam_config.SUPPORTED_VALUES,
-    **SIGMOID_ROUTER_SUPPORTED_VALUES,
+    **SIGMOID_ROUTER_ALLOWED_VALUES,
     "use_qk_norm": (True, False),
 }
 # a query's size follows from others

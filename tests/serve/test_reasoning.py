@@ -43,7 +43,7 @@ from tests.text.conftest import hf_files, small_hf
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 THINKS = SimpleNamespace(
-    fingerprint="",
+    system_fingerprint="",
     tokenizer=None,
     chat_format=SimpleNamespace(format_name="hermes", thinking=ThinkingSyntax()),
     remember_answer=lambda *_: None,

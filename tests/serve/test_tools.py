@@ -350,7 +350,7 @@ def test_a_forced_call_of_another_type_says_which_function(running: ServiceThrea
 
 
 REACT = SimpleNamespace(
-    fingerprint="",
+    system_fingerprint="",
     tokenizer=None,
     chat_format=SimpleNamespace(format_name="qwen_react", thinking=None),
     remember_answer=lambda *_: None,
@@ -413,7 +413,7 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(text: str, reason: st
         request_states=[SimpleNamespace(output=result, prompt_thinking="free", begun="")]
     )
     plain = SimpleNamespace(
-        fingerprint="",
+        system_fingerprint="",
         tokenizer=None,
         chat_format=SimpleNamespace(format_name="json", thinking=None),
         remember_answer=lambda *_: None,

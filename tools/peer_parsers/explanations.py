@@ -146,17 +146,6 @@ EXPLANATIONS = (
     ),
     Explanation(
         _CONTENT,
-        "K2 Horizon: the mark of a section without a call is no content; vLLM shows it to the user",
-        ("test_k2_horizon_tool_parser.py::test_malformed_*junk</ifm|tool_calls>]",),
-    ),
-    Explanation(
-        _CONTENT,
-        "dots: an end mark without a call is no content; vLLM drops it in other tests, and keeps "
-        "it in this one",
-        ("test_dots_tool_parser.py::test_non_stream_unknown_tool_is_left_as_content",),
-    ),
-    Explanation(
-        _CONTENT,
         "DeepSeek V4 with the section mark of V3.2: the mark of a call that is read is no content; "
         "vLLM shows it to the user",
         ("test_deepseekv4_tool_parser.py::test_function_calls_wrapper_is_not_recognized",),
