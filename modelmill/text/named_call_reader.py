@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
@@ -15,7 +16,6 @@ from modelmill.text.json_normalizer import (
     StringPathPredicate,
     split_json_object,
 )
-from modelmill.text.parameter_types import is_declared_string
 from modelmill.text.tool_call_reader import (
     MAX_HEAD_CHARS,
     ToolCallReader,
@@ -173,8 +173,7 @@ class NamedCallReader(ToolCallReader):
 
     def _declared_string_predicate(self) -> StringPathPredicate:
         """Which values of the call's arguments are declared as strings."""
-        schema = self._tools.get(self._name)
-        return lambda path: bool(path) and is_declared_string(schema, path[0], path[1:])
+        return partial(self._schemas.is_declared_string, self._name)
 
     def _scan_arguments(self, text: str, at: int) -> int:
         place = skip_whitespace(text, at)

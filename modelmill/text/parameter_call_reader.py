@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from modelmill.text.declared_arguments import declared_arguments
 from modelmill.text.drifted_mark import DriftedMark
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, escape_json_text
 from modelmill.text.named_call_reader import NamedCallReader
 from modelmill.text.parameter_types import (
     ParameterType,
     argument_text_to_json,
-    resolve_parameter_type,
 )
 from modelmill.text.tool_call_reader import (
     MAX_HEAD_CHARS,
@@ -256,8 +254,8 @@ class ParameterCallReader(NamedCallReader):
         if self._parameter.type_open or written_type:
             attribute = written_type in STRING_TYPE_ATTRIBUTE_VALUES
         key = self._clean_key(self._unescape_attribute(key))
-        self._type = resolve_parameter_type(
-            self._tools.get(self._name), key, self._parameter.undeclared, attribute
+        self._type = self._schemas.parameter_type(
+            self._name, key, self._parameter.undeclared, attribute
         )
         self._emit_call_begin_once()
         self._prefix = f'{", " if self._num_arguments else ""}"{escape_json_text(key)}": '
@@ -297,7 +295,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _declared_arguments(self) -> frozenset[str] | None:
         """Names of the arguments that the tool declares; None if it does not say."""
-        return declared_arguments(self._tools.get(self._name))
+        return self._schemas.declared_arguments(self._name)
 
     def _clean_key(self, key: str) -> str:
         """The key without blanks around it, unless the tool declares it with them."""
@@ -400,7 +398,9 @@ class ParameterCallReader(NamedCallReader):
                 stop = min(stop, self._drifted_close(marks).find_begun(text, at))
             return self._emit_unfinished_value(text, at, stop)
         value = text[at:place]
-        if self._value_end and value.endswith(self._value_end):
+        closes = end != place or text.startswith(self._value_close, place)
+        # what begins the next argument, or ends the call, has its own line break in front
+        if closes and self._value_end and value.endswith(self._value_end):
             value = value[: -len(self._value_end)]
         self._emit_complete_value(value)
         return end

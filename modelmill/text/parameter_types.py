@@ -16,7 +16,7 @@ NON_STRING_JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "arra
 EVERY_JSON_TYPE = NON_STRING_JSON_TYPES | {"string"}
 MAX_REF_CHAIN_LENGTH = 32
 """Maximum references of a schema that are followed one after the other."""
-MAX_SCHEMA_PARTS = 256
+MAX_SCHEMA_PARTS = 128
 """Maximum references and alternatives of a schema that are read for one argument."""
 _ANY_CASE_WORDS = {
     **{"true": "true", "false": "false"},
@@ -172,9 +172,10 @@ def _read_schema_types(
         return {_json_type_of_value(value) for value in schema["enum"]}
     declared = schema.get("type")
     if declared is not None:
-        types = set(declared if isinstance(declared, list) else [declared])
-        if not types <= EVERY_JSON_TYPE:
+        listed = declared if isinstance(declared, list) else [declared]
+        if not all(isinstance(each, str) and each in EVERY_JSON_TYPE for each in listed):
             return set(EVERY_JSON_TYPE)  # no type of JSON Schema, such as "float"
+        types = set(listed)
         return types | {"integer"} if "number" in types else types
     for group in alternative_parts(schema):
         return set().union(*(schema_types(each, root, memo) for each in group))

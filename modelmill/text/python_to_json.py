@@ -122,9 +122,10 @@ class PythonToJsonConverter(StreamingJsonNormalizer):
         place = closing.end()
         brackets = closing[0].strip()
         calls_end = _CALLS_END.match(text, at, limit) is not None
+        if calls_end and not is_inner:
+            return True  # whatever follows: a stream does not wait for it
         if place == limit:
-            is_end = self._ends or limit < len(text) or (calls_end and not is_inner)
-            return True if is_end else None
+            return True if self._ends or limit < len(text) else None
         if text[place] == ",":
             following = "(" if ")" in brackets else "" if is_inner else "="
             return self._has_item_after_comma(text, place + 1, following)

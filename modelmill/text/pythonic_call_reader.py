@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_call_reader import JsonCallReader
-from modelmill.text.parameter_types import is_declared_string
 from modelmill.text.python_to_json import PythonToJsonConverter
 from modelmill.text.tool_call_reader import (
     MAX_HEAD_CHARS,
@@ -26,6 +24,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _KEY = re.compile(r"[^\W\d]\w*")
 _CODE = re.compile(r"[^\\\"'()\[\]{}]+|\\.|[\"'()\[\]{}]", re.DOTALL)
 """What the end of a call in Python's syntax is found by: quotes, brackets and what is between."""
+
+
+MAX_SEARCHED_CHARS = 4096
+"""Characters of an undeclared call that are read at a time."""
 
 
 class PythonicCallReader(ToolCallReader):
@@ -107,10 +109,13 @@ class PythonicCallReader(ToolCallReader):
         start = at
         # at a mark of calls the text is read again, so that none is read to the end for each mark
         marks = (*self.openers, *filter(None, self._syntax.optional[1:]))
-        stop, mark = find_first_mark(text, marks, at)
+        # a piece at a time: a list of a thousand calls is not searched to its end for each
+        piece = text[at : at + MAX_SEARCHED_CHARS]
+        is_last = self._final and at + len(piece) == len(text)
+        stop, mark = find_first_mark(piece, marks, 0)
         if not mark:
-            begun = 0 if self._final else longest_suffix_overlap_length(text[at:], marks)
-            stop = len(text) - begun
+            stop = len(piece) - (0 if is_last else longest_suffix_overlap_length(piece, marks))
+        stop += at
         while match := _CODE.match(text, at, stop):
             at, part = match.end(), match[0]
             if self._quote:
@@ -148,8 +153,11 @@ class PythonicCallReader(ToolCallReader):
             )
         self._emit_call_arguments(f'{", " if self._started else "{"}"{match[0]}": ')
         self._started = True
-        is_string = partial(is_declared_string, self._tools[self._name], match[0])
-        self._value = PythonToJsonConverter(self._syntax.optional[1], is_string=is_string)
+        name, key = self._name, match[0]
+        self._value = PythonToJsonConverter(
+            self._syntax.optional[1],
+            is_string=lambda path: self._schemas.is_declared_string(name, (key, *path)),
+        )
         self._state = self._scan_value
         return end + 1
 

@@ -89,7 +89,7 @@ def child_schema(
         memo: of the schemas that were read already, by identity: none is read twice.
     """
     memo = {} if memo is None else memo
-    if not isinstance(schema, Mapping) or len(memo) > MAX_SCHEMA_PARTS:
+    if not isinstance(schema, Mapping) or len(memo) > MAX_SCHEMA_PARTS // 2:  # three frames each
         return None
     if id(schema) not in memo:
         memo[id(schema)] = None  # a schema that refers to itself adds nothing

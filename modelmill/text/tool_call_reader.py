@@ -12,6 +12,7 @@ from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.declared_arguments import has_required_arguments
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, suffix_overlap
+from modelmill.text.tool_schema_cache import ToolSchemaCache
 
 ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 """Names of the tools → JSON schema of their parameters."""
@@ -107,6 +108,7 @@ class ToolCallReader(ABC):
 
     def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
         self._syntax, self._tools, self._output = syntax, tools, output
+        self._schemas = ToolSchemaCache(tools)
         self._section, self._section_close = map(split_mark_parts, syntax.section)
         self._open, self._close = map(split_mark_parts, syntax.call)
         whole = syntax.whole_marks

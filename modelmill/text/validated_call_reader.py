@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from modelmill.text.answer_pieces import PieceCollector, collect_content_and_calls
 from modelmill.text.chat_syntax import CallSyntax
-from modelmill.text.declared_arguments import (
-    declared_arguments,
-    has_required_arguments,
-    takes_undeclared_arguments,
-)
 from modelmill.text.json_normalizer import escape_json_text, split_json_object
 from modelmill.text.tool_call_reader import ToolCallReader, ToolSchemas
 
@@ -65,7 +59,7 @@ class ValidatedCallReader(ToolCallReader):
         content, calls = collect_content_and_calls(self._call.drain())
         if not calls or not text.rstrip().endswith(self._ends):
             return False
-        arguments = _filter_declared_arguments(calls[0].arguments, self._tools.get(calls[0].name))
+        arguments = self._filter_declared_arguments(calls[0].name, calls[0].arguments)
         if arguments is None:
             return False
         self._output.add_text(content)
@@ -73,21 +67,24 @@ class ValidatedCallReader(ToolCallReader):
         self._output.add_arguments(arguments)
         return True
 
+    def _filter_declared_arguments(self, name: str, text: str) -> str | None:
+        """Return the declared arguments as JSON; None if the tool does not take them.
 
-def _filter_declared_arguments(text: str, parameters: Mapping[str, Any] | None) -> str | None:
-    """Return the declared arguments as JSON; None if the tool does not take them.
-
-    Values stay as they are written: they may be nested deeper than a parser goes, or have numbers
-    and surrogates that cannot be written again.
-    """
-    pairs = split_json_object(text)
-    if pairs is None:
-        return None
-    values = dict(pairs)
-    if len(values) < len(pairs) or not has_required_arguments(parameters, set(values)):
-        return None
-    declared = declared_arguments(parameters)
-    if takes_undeclared_arguments(parameters) or declared is None or set(values) <= declared:
-        return text
-    members = (f'"{escape_json_text(key)}": {value}' for key, value in pairs if key in declared)
-    return f"{{{', '.join(members)}}}"
+        Values stay as they are written: they may be nested deeper than a parser goes, or have
+        numbers and surrogates that cannot be written again.
+        """
+        pairs = split_json_object(text)
+        if pairs is None:
+            return None
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            return None
+        if not self._schemas.has_required_arguments(name, frozenset(values)):
+            return None
+        declared = self._schemas.declared_arguments(name)
+        if declared is None or values.keys() <= declared:
+            return text
+        if self._schemas.takes_undeclared_arguments(name):
+            return text
+        members = (f'"{escape_json_text(key)}": {value}' for key, value in pairs if key in declared)
+        return f"{{{', '.join(members)}}}"
