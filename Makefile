@@ -27,10 +27,10 @@ demo-sam: $(VENV)/.core
 
 # what has a part of its own beside the rest: kernels; what makes engines; what mostly starts processes and waits for them.
 # In make test-all test-computing, which compiles kernels for every GPU generation, and test-models, which plants faults into
-# every family, are the longest
+# every family, are the longest; tests/text is beside the builds, since the rest of make test ended a minute after them
 COMPUTING := tests/ops
 MODELS := tests/models
-BUILDING := tests/accept tests/builder tests/checkpoint tests/quant tests/weights tests/loader tests/nn
+BUILDING := tests/accept tests/builder tests/checkpoint tests/quant tests/weights tests/loader tests/nn tests/text
 WAITING := tests/serve tests/trust tests/export tests/tools tests/browser
 # a selection that sees a fault of every op, route and check within minutes, in five parts side by side, since most
 # tests keep one core busy, and the linters beside them, while tests wait for processes; grep passes whole lines on
