@@ -86,8 +86,9 @@ def _schema_parts(root: Schema) -> Iterator[Schema]:
     """A schema, and those of its references and alternatives, each once."""
     pending: list[Any] = [root]
     done = set[int]()
-    while pending and len(done) < MAX_SCHEMA_PARTS:
-        schema = pending.pop()
+    for schema in pending:  # which grows; in the order in which types are read
+        if len(done) == MAX_SCHEMA_PARTS:
+            return
         if isinstance(schema, Mapping) and id(schema) not in done:
             done.add(id(schema))
             yield schema

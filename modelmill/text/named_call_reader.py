@@ -8,7 +8,6 @@ from functools import partial
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
-from modelmill.text.declared_arguments import can_call_with_argument_names
 from modelmill.text.gemma_to_json import GemmaToJsonConverter
 from modelmill.text.json_call_reader import JsonCallReader
 from modelmill.text.json_normalizer import (
@@ -216,11 +215,9 @@ class NamedCallReader(ToolCallReader):
 
     def _infer_tool_from_arguments(self, arguments: str) -> str:
         """The one tool that takes these arguments; "" if it is none or not certain."""
-        keys = {key for key, _ in split_json_object(arguments) or ()}
+        keys = frozenset(key for key, _ in split_json_object(arguments) or ())
         names = [
-            name
-            for name, schema in self._tools.items()
-            if can_call_with_argument_names(schema, keys)
+            name for name in self._tools if self._schemas.can_call_with_argument_names(name, keys)
         ]
         return names[0] if len(names) == 1 else ""
 

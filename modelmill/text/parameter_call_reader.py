@@ -49,6 +49,8 @@ class ParameterCallReader(NamedCallReader):
         self._object_close: tuple[str, ...] = ()
         self._num_arguments = 0
         self._type: ParameterType = ParameterType(False, frozenset())
+        self._value_marks: tuple[str, ...] = ()
+        self._drifted_close: DriftedMark | None = None
         self._prefix = ""
         self._json, self._json_size = StreamingJsonNormalizer(), 0
         self._searched = 0  # characters of a value that have no closing mark
@@ -328,6 +330,7 @@ class ParameterCallReader(NamedCallReader):
         if self._type.is_string:
             self._output.add_arguments(self._prefix + '"')
         self._json, self._json_size, self._searched = StreamingJsonNormalizer(), 0, 0
+        self._set_value_marks()
         self._state = (
             self._detect_verbatim_mark if self._parameter.verbatim[0] else self._scan_value_text
         )
@@ -383,19 +386,18 @@ class ParameterCallReader(NamedCallReader):
         place = self._find_json_end(text, at) if not self._type.is_string else -1
         if place is None:
             return at
-        marks = self._value_end_marks()
         end = place
         if place < 0:
-            place, end = self._find_value_end(text, at, marks)
+            place, end = self._find_value_end(text, at)
         if place < 0:
             if not self._type.is_string and not self._final:
-                return self._wait_for_closing_mark(text, at, marks)
+                return self._wait_for_closing_mark(text, at, self._value_marks)
             self._searched = 0
             stop = len(text) - longest_suffix_overlap_length(
-                text[at:], (self._value_end + self._value_close, *marks)
+                text[at:], (self._value_end + self._value_close, *self._value_marks)
             )
-            if self._value_end:
-                stop = min(stop, self._drifted_close(marks).find_begun(text, at))
+            if self._drifted_close is not None:
+                stop = min(stop, self._drifted_close.find_begun(text, at))
             return self._emit_unfinished_value(text, at, stop)
         value = text[at:place]
         closes = end != place or text.startswith(self._value_close, place)
@@ -405,35 +407,34 @@ class ParameterCallReader(NamedCallReader):
         self._emit_complete_value(value)
         return end
 
-    def _find_value_end(self, text: str, at: int, marks: tuple[str, ...]) -> tuple[int, int]:
+    def _find_value_end(self, text: str, at: int) -> tuple[int, int]:
         """Where a value ends, and where what follows it begins; negative if it does not."""
         start = at + self._searched
-        place, _ = find_first_mark(text, marks, start)
-        if not self._value_end:
+        place, _ = find_first_mark(text, self._value_marks, start)
+        if self._drifted_close is None:
             return place, place
-        drifted, end = self._drifted_close(marks).find(text, start)
+        drifted, end = self._drifted_close.find(text, start)
         return (drifted, end) if 0 <= drifted < place or place < 0 else (place, place)
-
-    def _drifted_close(self, marks: tuple[str, ...]) -> DriftedMark:
-        """The closing mark of a value with other letters, before what else ends a value."""
-        following = tuple(mark.removeprefix(self._value_end) for mark in marks[1:])
-        return DriftedMark(self._value_close, following)
 
     def _wait_for_closing_mark(self, text: str, at: int, marks: tuple[str, ...]) -> int:
         """Keep a value that has none of its closing marks yet; nothing is searched twice."""
         longest = max(map(len, marks))
-        if self._value_end:
-            longest = max(longest, self._drifted_close(marks).max_chars)
+        if self._drifted_close is not None:
+            longest = max(longest, self._drifted_close.max_chars)
         self._searched = max(0, len(text) - at - longest)
         return at
 
-    def _value_end_marks(self) -> tuple[str, ...]:
-        """Marks that end a value; a model that leaves the closing mark out writes what follows."""
-        if not self._value_end:
-            return (self._value_close,)
-        end = self._syntax.call[1] if self._type.is_string else self._close[0]
-        following = (self._param_open[0], end)
-        return (self._value_close, *(self._value_end + mark for mark in following))
+    def _set_value_marks(self) -> None:
+        """Set the marks that end a value of the present type, and its closing mark's drift.
+
+        A model that leaves the closing mark out writes what follows.
+        """
+        self._value_marks, self._drifted_close = (self._value_close,), None
+        if self._value_end:
+            end = self._syntax.call[1] if self._type.is_string else self._close[0]
+            following = (self._param_open[0], end)
+            self._value_marks += tuple(self._value_end + mark for mark in following)
+            self._drifted_close = DriftedMark(self._value_close, following)
 
     def _find_json_end(self, text: str, at: int) -> int | None:
         """Where a JSON value ends, which may have the closing mark in its strings.

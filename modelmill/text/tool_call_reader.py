@@ -10,7 +10,6 @@ from typing import Any
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
-from modelmill.text.declared_arguments import has_required_arguments
 from modelmill.text.json_normalizer import StreamingJsonNormalizer, suffix_overlap
 from modelmill.text.tool_schema_cache import ToolSchemaCache
 
@@ -269,13 +268,12 @@ class ToolCallReader(ABC):
 
     def _tool_requires_arguments(self, name: str) -> bool:
         """Whether a tool is known to require some."""
-        schema = self._tools.get(name)
-        return not has_required_arguments(schema, set())
+        return not self._schemas.has_required_arguments(name, frozenset())
 
     def _tool_requires_no_arguments(self, name: str) -> bool:
         """Whether a tool is known to require none."""
-        schema = self._tools.get(name)
-        return schema is not None and has_required_arguments(schema, set())
+        is_known = self._tools.get(name) is not None
+        return is_known and self._schemas.has_required_arguments(name, frozenset())
 
     def _end_broken_call_and_skip_rest(self) -> None:
         """The arguments of a call are broken: they end here."""

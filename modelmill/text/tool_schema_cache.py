@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 from modelmill.text.declared_arguments import (
+    can_call_with_argument_names,
     declared_arguments,
     has_required_arguments,
     takes_undeclared_arguments,
@@ -49,6 +50,12 @@ class ToolSchemaCache:
         """Whether none of the arguments that a tool requires is missing."""
         return self._remember(
             ("required", name, keys), lambda: has_required_arguments(self._tools.get(name), keys)
+        )
+
+    def can_call_with_argument_names(self, name: str, keys: frozenset[str]) -> bool:
+        """Whether a tool declares all these arguments, and requires no other ones."""
+        return self._remember(
+            ("call", name, keys), lambda: can_call_with_argument_names(self._tools.get(name), keys)
         )
 
     def parameter_type(

@@ -39,11 +39,11 @@ def calls_of(name: str, text: str, schema: Any, size: int = 0) -> tuple[str, lis
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("gemma4", "<|tool_call>call:f{k299:[" + "1," * 200 + "1]}<tool_call|>"),
-        ("gemma3", "[f(k299=[" + "1," * 200 + "1])]"),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n" + "<parameter=k299>\n1\n</parameter>\n" * 200
+        ("gemma4", "<|tool_call>call:f{k99:[" + "1," * 200 + "1]}<tool_call|>"),
+        ("gemma3", "[f(k99=[" + "1," * 200 + "1])]"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n" + "<parameter=k99>\n1\n</parameter>\n" * 200
          + "</function>\n</tool_call>"),
-        ("minicpm5", '<function name="f"><param name="k299">1</param></function>' * 200),
+        ("minicpm5", '<function name="f"><param name="k99">1</param></function>' * 200),
     ],
 )  # fmt: skip
 def test_a_schema_is_not_read_for_each_value(
@@ -61,6 +61,12 @@ def test_a_schema_is_not_read_for_each_value(
         monkeypatch.setattr(tool_schema_cache, function, counted)
     assert calls_of(name, text, BRANCHES)[1]
     assert len(reads) < 10
+
+
+def test_names_and_types_are_read_of_the_same_branches() -> None:
+    branches = {"oneOf": [object_schema(**{f"k{each}": "integer"}) for each in range(300)]}
+    text = "<tool_call>\n<function=f>\n<parameter=k7>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert calls_of("qwen3_coder", text, branches) == ("", [("f", '{"k7": 1}')])
 
 
 def test_values_that_are_nested_deeply_count_as_undeclared(
