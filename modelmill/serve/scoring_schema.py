@@ -11,7 +11,7 @@ from modelmill.core.types import MAX_INT32
 from modelmill.serve.compatibility_fields import PoolingCompatibilityFields
 from modelmill.serve.embeddings_schema import TruncatedTokens
 from modelmill.serve.engine_request_fields import EngineRequestFields
-from modelmill.serve.prompt_fields import TextList, check_at_most_engine_length
+from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, Text
 
 MAX_TEXTS = 2048
@@ -35,16 +35,6 @@ class RerankRequest(EngineRequestFields, PoolingCompatibilityFields):
     )
     user: str | None = Field(None, max_length=4096)
     truncate_prompt_tokens: TruncatedTokens | None = None
-
-    def max_text_tokens(self, max_model_len: int) -> list[int | None]:
-        """How many tokens are read of the query, then of each document; None: all that may be.
-
-        Raises:
-            RequestError: more than the engine takes.
-        """
-        check_at_most_engine_length("max_tokens_per_doc", self.max_tokens_per_doc, max_model_len)
-        documents = self.documents if self.texts is None else self.texts
-        return [None, *([self.max_tokens_per_doc or None] * len(documents or ()))]
 
     def document_texts(self) -> list[str]:
         """The documents as texts.

@@ -12,6 +12,7 @@ from modelmill.request_output_state import RequestOutputState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
+from modelmill.serve.prompt_fields import check_at_most_engine_length
 from modelmill.serve.routes.common import (
     acquire_service_and_engine,
     prepare_and_submit_requests,
@@ -30,7 +31,7 @@ async def rerank(body: RerankRequest, request: Request) -> Any:
     """Sort documents by the cosine of their embedding with the query's."""
     texts = body.document_texts()
     states = await _run_text_embedding_requests(
-        request, body, [body.query, *texts], body.text_field_path
+        request, body, [body.query, *texts], body.text_field_path, body.max_tokens_per_doc
     )
     results = rerank_results(body, states, texts)
     if body.texts is not None:
@@ -79,11 +80,15 @@ async def _run_text_embedding_requests(
     body: RerankRequest | ScoreRequest,
     texts: list[str],
     text_field_path: Callable[[int], str],
+    max_tokens_per_doc: int | None = None,
 ) -> list[RequestOutputState]:
     _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
-    limit = engine.request_limits.max_len
-    max_tokens = body.max_text_tokens(limit) if isinstance(body, RerankRequest) else ()
+    check_at_most_engine_length(
+        "max_tokens_per_doc", max_tokens_per_doc, engine.request_limits.max_len
+    )
+    # the first text is a query, which is read whole
+    max_tokens = [None, *([max_tokens_per_doc or None] * (len(texts) - 1))]
     made = EmbeddingRequest.model_validate(
         {
             "model": body.model,
