@@ -14,6 +14,7 @@ from statistics import geometric_mean
 from xml.sax.saxutils import escape
 
 from tools import generated_page
+from tools.performance.numbers import count_range
 from tools.performance.rows import OURS, Row, read_rows
 from tools.performance.runs import H200, Summary
 from tools.performance.vllm_tables import PEER, vllm_summaries
@@ -45,8 +46,7 @@ def caption(summaries: Mapping[str, Summary]) -> str:
     """One line: geometric mean of the works' ratios, the least favourable run, cards of a work."""
     ratio = geometric_mean(summary.ratio for summary in summaries.values())
     least = min(summary.worst.ratio for summary in summaries.values())
-    counts = sorted({len(summary.runs) for summary in summaries.values()})
-    cards = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    cards = count_range([len(summary.runs) for summary in summaries.values()])
     return (
         f"geometric mean {ratio:.2f}× as fast, the least favourable run {least:.2f}×; "
         f"times and ratios are medians over {cards} cards"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from modelmill.eval.provenance import git_commit
 from tools.chat_formats.run_checks import FormatRun
 from tools.generated_page import ROOT
+from tools.run_stamp import commit_and_date
 
 FILE = Path("tools/chat_formats/passed_runs.json")
 
@@ -41,8 +40,7 @@ def load_passed(root: Path = ROOT) -> dict[str, PassedRun]:
 def save_passed(runs: Iterable[FormatRun], root: Path = ROOT) -> None:
     """Put runs from seed 0 without a failure into the file, if they are as long as those there."""
     passed = load_passed(root)
-    commit = git_commit(ROOT, written=FILE.as_posix()) or ""
-    date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    commit, date = commit_and_date(FILE)
     for run in runs:
         before = passed.get(run.name)
         is_shorter = before is not None and run.checked < before.answers

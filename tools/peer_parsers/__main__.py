@@ -7,18 +7,17 @@ nothing of it is copied. A test that does not pass and has no explanation is an 
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelmill.eval.provenance import git_commit
 from tools.generated_page import ROOT
 from tools.peer_parsers.counts import PeerCounts, answers_that_differ, count_outcomes
 from tools.peer_parsers.explanations import explain
 from tools.peer_parsers.own_streams import find_streamed
 from tools.peer_parsers.results_file import PATH, load_results, save_results
 from tools.peer_parsers.run_tests import PEERS, run_tests
+from tools.run_stamp import commit_and_date
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     counts = count_outcomes(options.peer, options.commit, outcomes)
-    counts.measured_commit = git_commit(ROOT, written=PATH.relative_to(ROOT).as_posix()) or ""
-    counts.date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    counts.measured_commit, counts.date = commit_and_date(PATH.relative_to(ROOT))
     if options.peer == "sglang":
         package = options.folder / PEERS[options.peer].package
         counts.streamed = find_streamed(package, answers_that_differ(outcomes))

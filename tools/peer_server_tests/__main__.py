@@ -7,12 +7,10 @@ of it is copied. A test that does not pass and has no reason is an error.
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from modelmill.eval.provenance import git_commit
 from tools import generated_page
 from tools.peer_server_tests.reasons import find_reason
 from tools.peer_server_tests.results import (
@@ -24,6 +22,7 @@ from tools.peer_server_tests.results import (
     save,
 )
 from tools.peer_server_tests.run_tests import run_tests
+from tools.run_stamp import commit_and_date
 
 MODEL = Path("../shared/data/models/stories260K")
 
@@ -48,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print_failures(outcomes)
     results = count(options.commit, outcomes)
-    results.measured_commit = git_commit(generated_page.ROOT, written=FILE.as_posix()) or ""
-    results.date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    results.measured_commit, results.date = commit_and_date(FILE)
     print(", ".join(f"{results.total(each)} {each}" for each in (PASSED, FAILED, NOT_APPLICABLE)))
     if options.save:
         save(generated_page.ROOT, results)

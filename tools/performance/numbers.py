@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 def number(value: float) -> str:
     """Three digits that count; whole from 1,000 on."""
@@ -24,3 +26,8 @@ def ratio_number(ratio: float) -> str:
     while ratio < 1 and decimals < 6 and round(ratio, decimals) >= 1:
         decimals += 1
     return f"{ratio:.{decimals}f}"
+
+
+def count_range(counts: Collection[int]) -> str:
+    """The smallest and the largest of some counts, as "2 to 4"; one number if they are equal."""
+    return " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-from tools.performance.numbers import number, ratio_number
+from tools.performance.numbers import count_range, number, ratio_number
 from tools.performance.provenance import provenance_line
 from tools.performance.rows import OURS, Row
 from tools.performance.runs import can_carry_a_claim
@@ -129,8 +129,7 @@ def suite_summary(rows: Sequence[Row]) -> list[str]:
         least = min(compared, key=lambda line: min(line.ratios))
         peers = {name.split()[0] for line in compared for each in line.runs for name in each}
         peers = {name for name in peers if not is_ours(name)}
-        counts = sorted({len(line.runs) for line in compared})
-        cards = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        cards = count_range([len(line.runs) for line in compared])
         parts.append(
             f"| {device}, {shape} | {' or '.join(sorted(peers))} | {means[0]} "
             f"| {means[1]} | {ratio_number(min(least.ratios))} ({least.work}) "
