@@ -39,6 +39,7 @@ class JsonCallReader(ToolCallReader):
         )
         closing = (part.removeprefix("]") for part in (*self._close, *self._section_close))
         self._closing = (*filter(None, closing), *self._syntax.closers)
+        self._has_lines = self._syntax.separator == "\n" and bool(self._section_close)
         self._value: StreamingJsonNormalizer | None = None
         self._in_list = False
         self._reset_object_state()
@@ -94,6 +95,8 @@ class JsonCallReader(ToolCallReader):
         if at == len(text):
             return self._mark_block_closed(at) if self._final and self.num_calls else at
         if text[at] == "{":
+            # a section with a call in each line is a list, too
+            self._in_list = self._in_list or (self._has_lines and not self._open)
             self._reset_object_state()
             self._state = self._scan_key
             return at + 1
@@ -186,8 +189,9 @@ class JsonCallReader(ToolCallReader):
         """What follows cannot belong to a call object."""
         if not self._emitted:
             if self.num_calls:
-                by_line = self._syntax.separator == "\n" and self._section_close
-                self._state = self._skip_non_call_line if by_line else self._scan_closing_marks
+                self._state = (
+                    self._skip_non_call_line if self._has_lines else self._scan_closing_marks
+                )
                 return at
             return self._reject_block(at)
         self._state = self._scan_closing_marks  # a brace is missing

@@ -77,6 +77,19 @@ def test_objects_beside_an_undeclared_one_are_calls(name: str, other: str) -> No
 
 
 @pytest.mark.parametrize("other", OTHERS)
+def test_calls_in_lines_beside_an_undeclared_one_are_calls(other: str) -> None:
+    lines = [json.dumps({"name": each, "arguments": {"kg": 2}}) for each in _names(other)]
+    calls, content = _read("minimax_m1", "\n".join(["<tool_calls>", *lines, "</tool_calls>"]))
+    assert calls == [(each, '{"kg": 2}') for each in _names(other) if each != "sift"]
+    assert content == "\n".join(each for each in lines if '"sift"' in each)
+
+
+def test_lines_of_undeclared_calls_alone_are_content_with_their_marks() -> None:
+    text = '<tool_calls>\n{"name": "sift"}\n{"name": "sift"}\n</tool_calls> and more'
+    assert _read("minimax_m1", text) == ([], text)
+
+
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("name", PYTHON_LISTS)
 def test_python_calls_beside_an_undeclared_one_are_calls(name: str, other: str) -> None:
     opening, closing, separator = PYTHON_LISTS[name]
