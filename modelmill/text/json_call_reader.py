@@ -14,6 +14,7 @@ from modelmill.text.tool_call_reader import (
     ToolCallReader,
     find_first_mark,
     longest_suffix_overlap_length,
+    skip_whitespace,
     split_mark_parts,
 )
 
@@ -41,7 +42,8 @@ class JsonCallReader(ToolCallReader):
         self._closing = (*filter(None, closing), *self._syntax.closers)
         self._has_lines = self._syntax.separator == "\n" and bool(self._section_close)
         self._value: StreamingJsonNormalizer | None = None
-        self._in_list = False
+        self._in_list = self._has_mark = self._has_list_ended = False
+        self._expects_item = False  # behind a list's bracket or a comma
         self._reset_object_state()
         return self._scan_opening_marks
 
@@ -69,6 +71,7 @@ class JsonCallReader(ToolCallReader):
         ):
             return at
         self._state = self._scan_between_objects
+        self._has_mark = bool(count)
         if not count:
             # without a mark, a call stands at the begin of the content or is an inline one
             bare = self._syntax.bare or text.startswith(("{", *self._syntax.inline), at)
@@ -87,6 +90,9 @@ class JsonCallReader(ToolCallReader):
             or (self._undeclared and text[at] == ",")
         ):
             self._in_list = self._in_list or text[at] == "["
+            if not text[at].isspace():
+                self._expects_item = text[at] in "[,"
+                self._has_list_ended = self._has_list_ended or text[at] == "]"
             at += 1
         if at > start:
             if self.num_calls:
@@ -100,10 +106,40 @@ class JsonCallReader(ToolCallReader):
             self._reset_object_state()
             self._state = self._scan_key
             return at + 1
+        if self._may_be_list_item(text[at]):
+            self._reset_object_state()
+            self._value = StreamingJsonNormalizer()
+            self._state = self._scan_list_item
+            return at
         if not self.num_calls:
             return self._reject_block(at)
         self._state = self._scan_closing_marks
         return self._scan_closing_marks(text, at)
+
+    def _may_be_list_item(self, char: str) -> bool:
+        """Whether a character may begin an item of a list that is no object.
+
+        A list without a mark is content as soon as it begins with such an item.
+        """
+        is_calls = self._has_mark or self.num_calls > 0 or bool(self._undeclared)
+        is_open = self._in_list and not self._has_list_ended
+        return is_calls and is_open and self._expects_item and char not in "]}<"
+
+    def _scan_list_item(self, text: str, at: int) -> int:
+        """An item that is no object, and no call: text, as a call of an undeclared function."""
+        value = self._value
+        assert value is not None, "a value has begun"
+        if not value.done:
+            at = value.feed(text, at, self._final)
+            return self._abandon_object(at) if value.failed else at
+        end = skip_whitespace(text, at)
+        if end == len(text):
+            return at
+        if text[end] not in ",]":
+            return self._abandon_object(at)
+        self._state = self._scan_between_objects
+        self._add_undeclared_call("".join(self._pending[self._object_start :]))
+        return at
 
     def _scan_closing_marks(self, text: str, at: int) -> int:
         return self._match_block_end(text, at, self._closing)

@@ -132,6 +132,52 @@ def test_objects_that_are_no_calls_are_text(written: str, content: str) -> None:
         assert _read("hermes", text) == (expected, content)
 
 
+ITEMS = ["7", "-1.5e3", "null", "True", '"a, ] b"', "'it'", "[1, {}]", "[]"]
+MARKED_LISTS = [name for name in JSON_LISTS if load_chat_syntax(name).calls.section[0][1:]]
+MARKED_LISTS.remove("lfm2")  # its lists are Python's, so that items come behind an object only
+
+
+@pytest.mark.parametrize("item", ITEMS)
+@pytest.mark.parametrize("name", MARKED_LISTS)
+def test_items_that_are_no_objects_end_no_list(name: str, item: str) -> None:
+    calls_syntax = load_chat_syntax(name).calls
+    opening, closing = JSON_LISTS[name]
+    call = json.dumps({calls_syntax.name_key: "weigh", calls_syntax.arguments_key: {"kg": 2}})
+    for objects in ([item, call], [call, item], [call, item, item, call], [call, f"{item} ", call]):
+        calls, content = _read(name, f"{opening}[{', '.join(objects)}]{closing}")
+        assert calls == [("weigh", '{"kg": 2}')] * objects.count(call)
+        assert content == "\n".join(each.strip() for each in objects if each != call)
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_a_list_of_other_items_alone_is_content_with_its_marks(item: str) -> None:
+    for text in (
+        f"<tool_calls>[{item}, {item}]</tool_calls> and more",
+        f"<tool_calls>[{item} more",
+        f'[{item}, {{"name": "sift"}}]',
+    ):
+        assert _read("hunyuan", text) == ([], text)
+
+
+def test_text_behind_a_comma_is_no_item() -> None:
+    call = '{"name": "weigh", "arguments": {}}'
+    for text, content in (
+        (f"<tool_calls>[{call}, 7 of them", "7 of them"),
+        (f"<tool_calls>[{call}], 7, so", "7, so"),
+        (f'<tool_calls>[{call}, "so', '"so'),
+        (f"<tool_calls>[{call}, [1, so] it", "[1, so] it"),
+    ):
+        assert _read("hunyuan", text) == ([("weigh", "{}")], content)
+
+
+def test_an_item_before_the_first_call_needs_a_mark() -> None:
+    """Content that is a list is not withheld up to its end."""
+    text = '["a", {"name": "weigh", "arguments": {}}]'
+    assert _read("json", text) == ([], text)
+    parser = make_answer_parser(load_chat_syntax("json"), TOOLS)
+    assert collect_answer(parser.push(text[:5])).content == text[:5]
+
+
 def test_text_behind_the_list_follows_on_a_line_of_its_own() -> None:
     text = '[TOOL_CALLS] [{"name": "grind", "arguments": {}}, {"name": "sift"}] and more'
     assert _read("mistral_v13", text) == ([("grind", "{}")], '{"name": "sift"}\nand more')
