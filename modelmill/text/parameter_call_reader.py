@@ -184,6 +184,7 @@ class ParameterCallReader(NamedCallReader):
     def _enter_arguments_object(self, at: int) -> int:
         self._json = StreamingJsonNormalizer(is_string=self._declared_string_predicate())
         self._begun, self._has_brace = "", True
+        self._num_arguments = 0
         self._state = self._scan_arguments_object
         return at
 
@@ -197,7 +198,10 @@ class ParameterCallReader(NamedCallReader):
             self._emit_call_begin_once()  # with a brace
             self._begun, self._has_brace = self._begun[1:], False
         if not self._has_brace:
-            self._output.add_arguments(self._begun)
+            # its own brace waits, since more arguments may follow
+            text = self._begun[:-1] if self._json.done else self._begun
+            self._num_arguments = max(self._num_arguments, bool(text.strip()))
+            self._output.add_arguments(text)
             self._begun = ""
         if self._json.failed:
             if not self._is_begun:
@@ -209,12 +213,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_arguments_object_close(self, text: str, at: int) -> int:
         self._drop_consumed_text()
-        ends = self._close or self._section_close
-        _, place = self._match_parts(text, at, (*self._object_close, *ends))
-        if place is None:
-            return at
-        self._state = self._scan_after_call
-        return place
+        return self._match_marks_then(text, at, self._object_close, self._scan_parameter)
 
     def _scan_key(self, text: str, at: int) -> int:
         self._drop_consumed_text()
@@ -312,7 +311,7 @@ class ParameterCallReader(NamedCallReader):
         """All arguments as one object under a name of its own."""
         self._drop_consumed_text()
         start = skip_whitespace(text, at)
-        if start == len(text) and not self._final:
+        if start == len(text) and (self.cut or not self._final):
             return at
         if text[start : start + 1] != "{":
             self._state = self._scan_value_start
@@ -385,7 +384,10 @@ class ParameterCallReader(NamedCallReader):
         self._drop_consumed_text()
         place = self._find_json_end(text, at) if not self._type.is_string else -1
         if place is None:
-            return at
+            if not self._final:
+                return at
+            self._state = self._skip_broken_call
+            return len(text)
         end = place
         if place < 0:
             place, end = self._find_value_end(text, at)
@@ -440,20 +442,30 @@ class ParameterCallReader(NamedCallReader):
         """Where a JSON value ends, which may have the closing mark in its strings.
 
         Returns:
-            The position; -1 if the text is no JSON value; None if more text is needed.
+            The position; -1 if the text is no JSON value; None if more text is needed, also
+            where a limit cut it off.
         """
         stream = self._json
+        ends = self._final and not self.cut
         self._json_size = stream.feed(text, at + self._json_size, self._final) - at
         stream.drain_json()
-        if not (stream.done or stream.failed or self._final):
+        if not (stream.done or stream.failed or ends):
             return None
         end = skip_whitespace(text, at + self._json_size)
         if not stream.done:
             return -1
-        if text.startswith(self._value_close, end):
+        marks = self._marks_behind_json(text[at:end])
+        if text.startswith(marks, end):
             return end
-        begun = self._value_close.startswith(text[end:]) and not self._final
+        begun = not ends and any(mark.startswith(text[end:]) for mark in marks)
         return None if begun else -1
+
+    def _marks_behind_json(self, value: str) -> tuple[str, ...]:
+        """The closing mark of a JSON value, and what follows it, where a model leaves it out."""
+        is_text = self._type.takes_string and value.lstrip()[:1] not in ("{", "[")
+        if is_text or self._syntax.whole_marks:
+            return (self._value_close,)
+        return (self._value_close, self._param_open[0], *self._close[:1])
 
     def _scan_value_close(self, text: str, at: int) -> int:
         self._drop_consumed_text()

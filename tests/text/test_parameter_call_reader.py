@@ -142,3 +142,61 @@ def test_a_key_at_the_end_of_an_answer_has_no_value(blank: str, cut: bool) -> No
         pieces = [*(piece for each in texts for piece in parser.push(each)), *parser.flush(cut)]
         (call,) = collect_answer(pieces).calls
         assert call.arguments == ('{"n": 1' if cut else '{"n": 1}')
+
+
+QWEN = "<tool_call>\n<function=f>\n{}\n</function>\n</tool_call>so"
+QWEN_X = "<parameter=x>\nrye\n</parameter>"
+BOTH = '{"n": 1, "x": "rye"}'
+# format, text, arguments
+BEHIND_OBJECTS = [
+    ("qwen3_coder", QWEN.format(f'{{"n": 1}}\n{QWEN_X}'), BOTH),
+    ("qwen3_coder", QWEN.format(f"{{}}{QWEN_X}"), '{"x": "rye"}'),
+    *(
+        ("qwen3_coder", QWEN.format(f"<parameter=arguments>\n{each}{QWEN_X}"), arguments)
+        for each, arguments in (
+            ('{"n": 1}\n</parameter>\n', BOTH),
+            ('{"n": 1}\n', BOTH),
+            ("{ }\n</parameter>\n", '{ "x": "rye"}'),
+        )
+    ),
+    # what cannot go on is no content
+    ("qwen3_coder", QWEN.format('{"n": 1}}\n' + QWEN_X), '{"n": 1}'),
+    ("qwen3_coder", QWEN.format('<parameter=input>{"n": 1} and\n</parameter>'), '{"n": 1}'),
+    # a value whose closing mark is missing, with the line break before it
+    ("qwen3_coder", QWEN.format(f"<parameter=n>\n1{QWEN_X}"), BOTH),
+    ("qwen3_coder", QWEN.format(f'<parameter=o>\n["</parameter>"]{QWEN_X}'),
+     '{"o": ["</parameter>"], "x": "rye"}'),
+    ("qwen3_coder", QWEN.format("<parameter=n>\n1").replace("1\n", "1"), '{"n": 1}'),
+    ("glm47", '<tool_call>f<arg_key>arguments</arg_key><arg_value>{"n": 1}</arg_value>'
+     "<arg_key>x</arg_key><arg_value>rye</arg_value></tool_call>so", BOTH),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="arguments">{"n": 1}'
+     '</parameter>\n<parameter name="x">rye</parameter>\n</invoke>\n</minimax:tool_call>so', BOTH),
+    ("deepseek_v32", DSML.format(">\n" + CALL.format("arguments", '{"n": 1}').replace(
+        "</｜DSML｜invoke>", CALL.format("x", "rye"))) + "so", BOTH),
+    ("kimi_k3", K3.format('"f"<|sep|><|open|>json<|sep|>{"n": 1}<|close|>json<|sep|>'
+     '<|open|>argument key="x" type="string"<|sep|>rye<|close|>argument<|sep|>') + "so", BOTH),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), BEHIND_OBJECTS)
+def test_arguments_behind_json_belong_to_the_call(name: str, text: str, arguments: str) -> None:
+    tools = {"f": object_schema(x="string", n="integer", o="array")}
+    for size in (1, 3, len(text)):
+        parser = make_answer_parser(load_chat_syntax(name), tools)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        parsed = [each for piece in pieces for each in parser.push(piece)]
+        answer = collect_answer([*parsed, *parser.flush()])
+        assert ([call.arguments for call in answer.calls], answer.content) == ([arguments], "so")
+    for end in range(3, len(text)):
+        parser = make_answer_parser(load_chat_syntax(name), tools)
+        answer = collect_answer([*parser.push(text[:end]), *parser.flush(cut=True)])
+        assert all(arguments.startswith(call.arguments) for call in answer.calls)
+        assert "so".startswith(answer.content.strip())
+
+
+def test_a_tag_behind_a_number_is_text_where_the_tool_takes_strings() -> None:
+    tools = {"f": object_schema(x=["string", "integer"])}
+    parser = make_answer_parser(load_chat_syntax("qwen3_coder"), tools)
+    text = QWEN.format("<parameter=x>\n1<parameter=n> is a tag\n</parameter>")
+    (call,) = collect_answer([*parser.push(text), *parser.flush()]).calls
+    assert json.loads(call.arguments) == {"x": "1<parameter=n> is a tag"}
