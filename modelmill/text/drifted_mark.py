@@ -24,9 +24,15 @@ class DriftedMark:
         self._drift, self._whole = _compile_searches(self._begin, following)
         self.max_chars = len(self._begin) + MAX_DRIFT_CHARS + max(map(len, following))
 
-    def find(self, text: str, at: int) -> tuple[int, int]:
-        """Return where the first one begins and ends; (-1, -1) if there is none."""
-        match = self._whole.search(text, at)
+    def find(self, text: str, at: int, before: int) -> tuple[int, int]:
+        """Return where the first one begins and ends; (-1, -1) if there is none.
+
+        Args:
+            text: of the answer.
+            at: position from which on it may begin.
+            before: position from which on it may not; no text far behind it is searched.
+        """
+        match = self._whole.search(text, at, before + self.max_chars)
         return match.span() if match else (-1, -1)
 
     def find_begun(self, text: str, at: int) -> int:

@@ -415,8 +415,9 @@ class ParameterCallReader(NamedCallReader):
         place, _ = find_first_mark(text, self._value_marks, start)
         if self._drifted_close is None:
             return place, place
-        drifted, end = self._drifted_close.find(text, start)
-        return (drifted, end) if 0 <= drifted < place or place < 0 else (place, place)
+        before = place if place >= 0 else len(text)
+        drifted, end = self._drifted_close.find(text, start, before)
+        return (drifted, end) if 0 <= drifted < before else (place, place)
 
     def _wait_for_closing_mark(self, text: str, at: int, marks: tuple[str, ...]) -> int:
         """Keep a value that has none of its closing marks yet; nothing is searched twice."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from modelmill.text import drifted_mark
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall, collect_answer
 from modelmill.text.answer_renderer import render_answer
@@ -98,6 +101,43 @@ def test_an_open_value_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None
     parser.push("\n</parameter>\n</function>\n</tool_call>")
     assert sum(searched) < READS_PER_CHAR * len(text)
     assert collect_answer([*pieces, *parser.flush()]).calls[0].name == "f"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<function=f>\n<parameter=town>\nUlm\n</parameter>\n</function>\n",
+        f"<function=f>\n<parameter=days>\ntwo or\n</parameter>{' ' * 9}</function>\n",
+    ],
+)
+def test_a_closing_mark_with_other_letters_is_searched_in_its_value_alone(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was searched up to the end of the answer for each value."""
+    searched = list[int]()
+
+    class Counting:
+        """What the search may read, as it is given."""
+
+        def __init__(self, pattern: re.Pattern[str]) -> None:
+            self.match, self._pattern = pattern.match, pattern
+
+        def search(self, text: str, at: int, end: int = sys.maxsize) -> re.Match[str] | None:
+            searched.append(min(end, len(text)) - at)
+            return self._pattern.search(text, at, end)
+
+    compile_searches = drifted_mark._compile_searches
+    monkeypatch.setattr(
+        drifted_mark,
+        "_compile_searches",
+        lambda *marks: [Counting(each) for each in compile_searches(*marks)],
+    )
+    text = call * (10 * FILLED // len(call))
+    parser = make_answer_parser(load_chat_syntax("qwen3_coder"), TOOLS)
+    answer = collect_answer([*parser.push(text), *parser.flush()])
+    assert len(answer.calls) == text.count("<function")
+    assert len(searched) >= len(answer.calls)
+    assert sum(searched) < 4 * len(text)
 
 
 def test_a_bare_key_without_end_ends_its_call() -> None:
