@@ -22,10 +22,7 @@ from modelmill.text.tool_call_reader import (
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _KEY = re.compile(r"[^\W\d]\w*")
-_CODE = re.compile(r"[^\\\"'()\[\]{}]+|\\.|[\"'()\[\]{}]", re.DOTALL)
-"""What the end of a call in Python's syntax is found by: quotes, brackets and what is between."""
-
-
+_BRACKET = re.compile(r"[()\[\]{}]")
 MAX_SEARCHED_CHARS = 4096
 """Characters of an undeclared call that are read at a time."""
 
@@ -39,6 +36,7 @@ class PythonicCallReader(ToolCallReader):
         self.openers = (*self.openers, *(f"[{name}(" for name in tools))
         json_syntax = CallSyntax("json", call=("", syntax.optional[1]), bare=True)
         self._json = JsonCallReader(json_syntax, tools, output)
+        self._marks = (*self.openers, *filter(None, syntax.optional[1:]))
 
     def _reset_to_first_state(self) -> Callable[[str, int], int]:
         self._name = ""
@@ -47,6 +45,7 @@ class PythonicCallReader(ToolCallReader):
         self._has_mark = False
         self._read, self._list = "", ""
         self._in_brackets = "[" in self._syntax.section[0]
+        self._is_code = False  # a call behind the mark, without the bracket of a list
         return self._scan_opening_marks
 
     def feed(self, text: str, at: int, final: bool = False) -> int:
@@ -78,7 +77,22 @@ class PythonicCallReader(ToolCallReader):
         if text[start] == "[":
             self._state = self._scan_function_name
             return start + 1
-        return self._reject_block(at)
+        if not count:
+            return self._reject_block(at)
+        self._state = self._detect_code
+        return start
+
+    def _detect_code(self, text: str, at: int) -> int:
+        """Detect whether code in Python's syntax stands between the marks: it is content."""
+        match = _NAME.match(text, at, at + MAX_HEAD_CHARS)
+        end = skip_whitespace(text, match.end()) if match else at
+        if end == len(text) and not self._final:
+            return at
+        if text[end : end + 1] != "(":
+            return self._reject_block(at)
+        self._is_code = True
+        self._enter_undeclared_call()
+        return at
 
     def _scan_json_objects(self, text: str, at: int) -> int:
         """JSON objects between the marks, which a prompt may ask for."""
@@ -94,44 +108,76 @@ class PythonicCallReader(ToolCallReader):
             self._drop_pending_as_call()  # an empty list
             return self._consume_list_end(text, at)
         if match is None or text[end : end + 1] != "(":
-            return self._consume_list_end(text, at) if self.num_calls else self._reject_block(at)
+            if self.num_calls:
+                return self._consume_list_end(text, at)
+            return self._end_undeclared_calls(at) if self._undeclared else self._reject_block(at)
         if match[0] not in self._tools:
-            self._brackets, self._quote = 0, ""
-            self._call_text = ""
-            self._state = self._scan_undeclared_call
-            return start
+            self._enter_undeclared_call()
+            return at
         self._name, self._started = match[0], False
         self._state = self._scan_keyword
         return end + 1
 
+    def _enter_undeclared_call(self) -> None:
+        """A call is text up to its last bracket; behind it may be others of declared functions."""
+        self._brackets, self._call_start = 0, len(self._pending)
+        self._state = self._scan_undeclared_call
+
     def _scan_undeclared_call(self, text: str, at: int) -> int:
-        """A call of an undeclared function, up to its last bracket; others may be declared."""
-        start = at
-        # at a mark of calls the text is read again, so that none is read to the end for each mark
-        marks = (*self.openers, *filter(None, self._syntax.optional[1:]))
+        """An undeclared call up to its last bracket, or to a string in it."""
         # a piece at a time: a list of a thousand calls is not searched to its end for each
         piece = text[at : at + MAX_SEARCHED_CHARS]
         is_last = self._final and at + len(piece) == len(text)
-        stop, mark = find_first_mark(piece, marks, 0)
+        # an open call ends at a mark of calls: a stream does not wait for its end
+        stops = (*self._marks, "'", '"')
+        stop, mark = find_first_mark(piece, stops)
         if not mark:
-            stop = len(piece) - (0 if is_last else longest_suffix_overlap_length(piece, marks))
-        stop += at
-        while match := _CODE.match(text, at, stop):
-            at, part = match.end(), match[0]
-            if self._quote:
-                self._quote = "" if part == self._quote else self._quote
-            elif part in ("'", '"'):
-                self._quote = part
-            elif part in tuple("([{"):
-                self._brackets += 1
-            elif part in tuple(")]}"):
-                self._brackets -= 1
-                if not self._brackets:
-                    self._add_undeclared_call(self._call_text + text[start:at])
-                    self._state = self._scan_after_call
-                    return at
-        self._call_text += text[start:at]
-        return self._reject_block(at) if mark else at
+            stop = len(piece) - (0 if is_last else longest_suffix_overlap_length(piece, stops))
+        for match in _BRACKET.finditer(piece, 0, stop):
+            self._brackets += 1 if match[0] in "([{" else -1
+            if not self._brackets:
+                return self._complete_undeclared_call(text, at, at + match.end())
+        if mark in ("'", '"'):
+            self._quote, self._state = mark, self._scan_undeclared_string
+            return at + stop + 1
+        ends = bool(mark) or (is_last and not piece)
+        return self._end_undeclared_calls(at + stop) if ends else at + stop
+
+    def _scan_undeclared_string(self, text: str, at: int) -> int:
+        """A string of an undeclared call, in which only a control token is a mark of calls."""
+        tokens = tuple(mark for mark in self._marks if mark.startswith("<|"))
+        ends = (self._quote, "\\", *tokens)
+        place, mark = find_first_mark(text, ends, at)
+        if not mark:
+            if self._final and at == len(text):
+                return self._end_undeclared_calls(at)
+            size = 0 if self._final else longest_suffix_overlap_length(text, ends)
+            return max(at, len(text) - size)
+        if mark in tokens:
+            return self._end_undeclared_calls(place)
+        following = skip_whitespace(text, place + 1)
+        if following == len(text) and not self._final:
+            return place
+        if mark == "\\":
+            return min(place + 2, len(text))
+        # models forget to escape quotes of the same kind inside
+        if following == len(text) or text[following] in ",:)]}":
+            self._state = self._scan_undeclared_call
+        return place + 1
+
+    def _complete_undeclared_call(self, text: str, start: int, at: int) -> int:
+        if self._is_code:
+            return self._end_undeclared_calls(at)
+        call = "".join(self._pending[self._call_start :]) + text[start:at]
+        self._add_undeclared_call(call.lstrip())
+        self._state = self._scan_after_call
+        return at
+
+    def _end_undeclared_calls(self, at: int) -> int:
+        """What came up to here is content, and not read again: no call stands in its strings."""
+        if self._final and self.cut and (self._has_mark or self.num_calls):
+            return self._reject_block(at)
+        return self._mark_block_closed(at)
 
     def _scan_keyword(self, text: str, at: int) -> int:
         """A keyword, or the end of the call."""
@@ -197,7 +243,9 @@ class PythonicCallReader(ToolCallReader):
             self._drop_pending_as_call()
         start = skip_whitespace(text, at)
         if start == len(text):
-            return self._mark_block_closed(at) if self._final and self.num_calls else at
+            if self._final and self.num_calls:
+                return self._mark_block_closed(at)
+            return self._end_undeclared_calls(at) if self._final else at
         if text[start] == ",":
             self._state = self._scan_function_name
             return start + 1
@@ -205,7 +253,7 @@ class PythonicCallReader(ToolCallReader):
             self._state = self._scan_function_name
             return start
         if not self.num_calls:
-            return self._reject_block(at)
+            return self._end_undeclared_calls(at)
         self._state = self._scan_closing_marks
         return start + (text[start] == "]")
 

@@ -194,7 +194,7 @@ def test_brackets_in_content_stay(text: str) -> None:
     ("name", "text"),
     [
         ("lfm2", "<|tool_call_start|>[sift(<|tool_call_start|>[grind()]<|tool_call_end|>"),
-        ("llama_pythonic", "[sift('[grind()]"),
+        ("llama_pythonic", "[sift([grind()]"),
     ],
 )
 def test_a_call_behind_an_open_one_is_read_at_once(name: str, text: str) -> None:
@@ -202,6 +202,50 @@ def test_a_call_behind_an_open_one_is_read_at_once(name: str, text: str) -> None
     answer = collect_answer(each for piece in text for each in parser.push(piece))
     assert [call.name for call in answer.calls] == ["grind"]
     assert answer.content == text.split("[grind")[0].removesuffix("<|tool_call_start|>")
+
+
+STRINGS = [
+    "'[grind()]'",
+    "'so [grind(kg=1), weigh()] it'",
+    '"it\'s [grind()] \\" [weigh()]"',
+    "'it\\'s [grind()]'",
+    "'it's [grind()]'",  # an inner quote without its escape
+    "'```tool_code\\n[grind()]\\n```'",
+    "{'a': ['[grind()]', \"[grind()]\"]}",
+]
+
+
+@pytest.mark.parametrize("string", STRINGS)
+@pytest.mark.parametrize("name", PYTHON_LISTS)
+def test_a_call_in_a_string_of_an_undeclared_one_is_none(name: str, string: str) -> None:
+    opening, closing, separator = PYTHON_LISTS[name]
+    sift = f"sift(note={string}, kg=1)"
+    for text in (
+        f"{opening}{sift}{closing} and more",
+        f"{opening}{sift}{separator}{sift}{closing}",
+        f"{opening}{sift}",
+        f"{opening}sift(note={string}",
+        f"{opening}{sift}{separator}1",
+        f"{opening}{sift[:-9].rstrip(chr(39))} and more",  # its last quote is missing
+    ):
+        assert _read(name, text) == ([], text)
+    calls, content = _read(name, f"{opening}{sift}{separator}weigh(){closing}")
+    assert (calls, content) == ([("weigh", "{}")], sift)
+    for end in range(len(opening) + 1, len(opening) + len(sift)):
+        parser = make_answer_parser(load_chat_syntax(name), TOOLS)
+        text = f"{opening}{sift}"[:end]
+        assert not collect_answer([*parser.push(text), *parser.flush(cut=True)]).calls
+
+
+def test_a_call_in_a_string_of_code_in_a_block_is_none() -> None:
+    for call in ("sift(note='[grind()]')", "grind(note='[grind()]')", "print(sift('[weigh()]'))"):
+        text = f"```tool_code\n{call}\n```"
+        assert _read("gemma3", text) == ([], text)
+
+
+def test_a_call_behind_undeclared_ones_is_one() -> None:
+    text = "[sift(note='[grind()]')] and [weigh()]"
+    assert _read("gemma3", text) == ([("weigh", "{}")], "[sift(note='[grind()]')] and")
 
 
 def test_an_open_call_ends_at_the_mark_behind_all_calls() -> None:
