@@ -33,7 +33,7 @@ class DriftedMark:
             before: position from which on it may not; no text far behind it is searched.
         """
         match = self._whole.search(text, at, before + self.max_chars)
-        return match.span() if match else (-1, -1)
+        return match.span() if match and match.start() < before else (-1, -1)
 
     def find_begun(self, text: str, at: int) -> int:
         """Return where one may have begun, with a line break before it; else the text's end."""

@@ -200,7 +200,8 @@ class ParameterCallReader(NamedCallReader):
         if not self._has_brace:
             # its own brace waits, since more arguments may follow
             text = self._begun[:-1] if self._json.done else self._begun
-            self._num_arguments = max(self._num_arguments, bool(text.strip()))
+            if text.strip():
+                self._num_arguments = 1  # or more: what follows needs a comma
             self._output.add_arguments(text)
             self._begun = ""
         if self._json.failed:
@@ -415,9 +416,8 @@ class ParameterCallReader(NamedCallReader):
         place, _ = find_first_mark(text, self._value_marks, start)
         if self._drifted_close is None:
             return place, place
-        before = place if place >= 0 else len(text)
-        drifted, end = self._drifted_close.find(text, start, before)
-        return (drifted, end) if 0 <= drifted < before else (place, place)
+        drifted, end = self._drifted_close.find(text, start, place if place >= 0 else len(text))
+        return (drifted, end) if drifted >= 0 else (place, place)
 
     def _wait_for_closing_mark(self, text: str, at: int, marks: tuple[str, ...]) -> int:
         """Keep a value that has none of its closing marks yet; nothing is searched twice."""

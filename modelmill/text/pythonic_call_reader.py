@@ -23,6 +23,7 @@ from modelmill.text.tool_call_reader import (
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _KEY = re.compile(r"[^\W\d]\w*")
 _BRACKET = re.compile(r"[()\[\]{}]")
+_QUOTES = ("'", '"')
 MAX_SEARCHED_CHARS = 4096
 """Characters of an undeclared call that are read at a time."""
 
@@ -36,7 +37,9 @@ class PythonicCallReader(ToolCallReader):
         self.openers = (*self.openers, *(f"[{name}(" for name in tools))
         json_syntax = CallSyntax("json", call=("", syntax.optional[1]), bare=True)
         self._json = JsonCallReader(json_syntax, tools, output)
-        self._marks = (*self.openers, *filter(None, syntax.optional[1:]))
+        marks = (*self.openers, *filter(None, syntax.optional[1:]))
+        self._control_tokens = tuple(mark for mark in marks if mark.startswith("<|"))
+        self._undeclared_stops = (*marks, *_QUOTES)
 
     def _reset_to_first_state(self) -> Callable[[str, int], int]:
         self._name = ""
@@ -84,8 +87,7 @@ class PythonicCallReader(ToolCallReader):
 
     def _detect_code(self, text: str, at: int) -> int:
         """Detect whether code in Python's syntax stands between the marks: it is content."""
-        match = _NAME.match(text, at, at + MAX_HEAD_CHARS)
-        end = skip_whitespace(text, match.end()) if match else at
+        _, end = _match_word(_NAME, text, at, MAX_HEAD_CHARS)
         if end == len(text) and not self._final:
             return at
         if text[end : end + 1] != "(":
@@ -100,8 +102,7 @@ class PythonicCallReader(ToolCallReader):
 
     def _scan_function_name(self, text: str, at: int) -> int:
         start = skip_whitespace(text, at)
-        match = _NAME.match(text, start, start + MAX_HEAD_CHARS)
-        end = skip_whitespace(text, match.end()) if match else start
+        match, end = _match_word(_NAME, text, start, MAX_HEAD_CHARS)
         if end == len(text) and not self._final:
             return at
         if self._has_mark and text[start : start + 1] == "]" and not self._undeclared:
@@ -129,7 +130,7 @@ class PythonicCallReader(ToolCallReader):
         piece = text[at : at + MAX_SEARCHED_CHARS]
         is_last = self._final and at + len(piece) == len(text)
         # an open call ends at a mark of calls: a stream does not wait for its end
-        stops = (*self._marks, "'", '"')
+        stops = self._undeclared_stops
         stop, mark = find_first_mark(piece, stops)
         if not mark:
             stop = len(piece) - (0 if is_last else longest_suffix_overlap_length(piece, stops))
@@ -137,7 +138,7 @@ class PythonicCallReader(ToolCallReader):
             self._brackets += 1 if match[0] in "([{" else -1
             if not self._brackets:
                 return self._complete_undeclared_call(text, at, at + match.end())
-        if mark in ("'", '"'):
+        if mark in _QUOTES:
             self._quote, self._state = mark, self._scan_undeclared_string
             return at + stop + 1
         ends = bool(mark) or (is_last and not piece)
@@ -145,15 +146,14 @@ class PythonicCallReader(ToolCallReader):
 
     def _scan_undeclared_string(self, text: str, at: int) -> int:
         """A string of an undeclared call, in which only a control token is a mark of calls."""
-        tokens = tuple(mark for mark in self._marks if mark.startswith("<|"))
-        ends = (self._quote, "\\", *tokens)
+        ends = (self._quote, "\\", *self._control_tokens)
         place, mark = find_first_mark(text, ends, at)
         if not mark:
             if self._final and at == len(text):
                 return self._end_undeclared_calls(at)
             size = 0 if self._final else longest_suffix_overlap_length(text, ends)
             return max(at, len(text) - size)
-        if mark in tokens:
+        if mark in self._control_tokens:
             return self._end_undeclared_calls(place)
         following = skip_whitespace(text, place + 1)
         if following == len(text) and not self._final:
@@ -187,8 +187,7 @@ class PythonicCallReader(ToolCallReader):
             self._output.add_arguments("}")
             self._state = self._scan_after_call
             return start + 1
-        match = _KEY.match(text, start, start + MAX_KEY_CHARS)
-        end = skip_whitespace(text, match.end()) if match else start
+        match, end = _match_word(_KEY, text, start, MAX_KEY_CHARS)
         if end == len(text) and not self._final:
             return at
         if match is None or text[end : end + 1] != "=":
@@ -310,3 +309,11 @@ def _starts_json_objects(text: str, at: int) -> bool | None:
         return False
     place = skip_whitespace(text, at + 1)
     return None if place == len(text) else text[place] == "{"
+
+
+def _match_word(
+    pattern: re.Pattern[str], text: str, at: int, max_chars: int
+) -> tuple[re.Match[str] | None, int]:
+    """The word at a position, and where what follows it begins; the position if there is none."""
+    match = pattern.match(text, at, at + max_chars)
+    return match, skip_whitespace(text, match.end()) if match else at
