@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from modelmill.eval.op_cases import bench_cases
-from modelmill.eval.op_cost import act_8bit_dtype_name
 from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.roofline import RooflineCeilings
 from modelmill.ops import registry, timing
 from modelmill.ops.case import Case, nbytes
+from modelmill.ops.op_cost import act_8bit_dtype_name
 
 CACHE_FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 192 << 20}  # several times the caches
 MAX_ARGUMENT_SETS = {"cuda": 24, "cpu": 256}

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from modelmill.eval.op_cost import OpCost, op_cost
-from modelmill.ops.registry import Ops
+from modelmill.ops.op_cost import OpCost
+from modelmill.ops.registry import Ops, count_cost
 
 LabelContext = Callable[[str], AbstractContextManager[Any]]
 """Called with a label for each op and module; entered while it runs."""
@@ -86,7 +86,7 @@ def trace_ops(
                 start = time.perf_counter()
                 result = call(*args, **kwargs)
                 end = time.perf_counter()
-            cost = op_cost(op, args, kwargs, result) if with_cost else OpCost()
+            cost = count_cost(op, args, kwargs, result) if with_cost else OpCost()
             trace.slices.append(TraceSlice(module, op, start, end, cost))
             return result
 

@@ -1,8 +1,8 @@
 """Step time by kernel on a GPU or by op on a CPU, each with its roofline minimum.
 
 The step is the engine's own (weights, KV pages, ops, CUDA graph); its sequences have one length,
-random ids and random pages. The roofline times are from op costs (``op_cost``) and rates measured
-in the same run.
+random ids and random pages. The roofline times are from the costs that ops declare and the rates
+measured in the same run.
 """
 
 from __future__ import annotations

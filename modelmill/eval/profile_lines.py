@@ -10,9 +10,9 @@ from typing import Any
 
 from modelmill.eval import chrome_trace
 from modelmill.eval.kernel_trace import KernelRecord
-from modelmill.eval.op_cost import OpCost
 from modelmill.eval.op_trace import TraceSlice, module_name_pattern
 from modelmill.eval.roofline import RooflineCeilings
+from modelmill.ops.op_cost import OpCost
 
 CallKey = tuple[str, str, int]  # module, op, number of the call
 

@@ -5,8 +5,8 @@ For few tokens each of the three ops that it replaces takes longer to start than
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs, fused_topk
+from modelmill.ops.op_cost import OpCost, product_cost, tensor_bytes
 from modelmill.ops.rms_norm import rms_norm
 from modelmill.ops.router_gemm import router_gemm
 
@@ -60,10 +61,19 @@ class RoutedTokens(NamedTuple):
     topk_ids: torch.Tensor
 
 
+def _count_norm_and_router(args: Mapping[str, Any], result: RoutedTokens) -> OpCost:
+    inputs = AddRMSNormRouterInputs(**args)
+    acts = (inputs.x, inputs.residual, inputs.norm_weight, result)
+    router = (inputs.router, inputs.router_bias, inputs.selection_bias)
+    operations = 2 * len(inputs.x) * inputs.router.numel()
+    return product_cost(tensor_bytes(acts), tensor_bytes(router), operations)
+
+
 DECLARATION = OpDeclaration(
     fuses=("add_rms_norm", "router_gemm", "fused_topk"),
     optional=True,
     inputs=AddRMSNormRouterInputs,
+    cost=_count_norm_and_router,
 )
 
 MAX_TOKENS = 4

@@ -6,6 +6,7 @@ Its state is the last inputs of the sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.op_cost import recurrence_cost
 from modelmill.ops.recurrent_metadata import (
     RecurrentStepMetadata,
     format_case_lengths,
@@ -44,7 +46,9 @@ class CausalConvInputs(NamedTuple):
     silu: bool = True
 
 
-DECLARATION = OpDeclaration(inputs=CausalConvInputs)
+DECLARATION = OpDeclaration(
+    inputs=CausalConvInputs, cost=partial(recurrence_cost, operations_per_state_value=2)
+)
 
 
 def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modelmill.ops.op_cost import CostFunction, read_write_cost
 from modelmill.ops.operand_guards import Guard, make_gemm_guard
 
 
@@ -35,6 +36,7 @@ class OpDeclaration:
         counts: fields of the problem that differ from call to call and classes are made of.
         split: parts of a problem that different implementations may compute; () for one as a whole.
         join: one function of those that compute the parts.
+        cost: counts the bytes and operations of a call.
     """
 
     fuses: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ class OpDeclaration:
     counts: tuple[str, ...] = ("m",)
     split: Callable[[Any], tuple[Any, ...]] | None = None
     join: Callable[..., Callable[..., Any]] | None = None
+    cost: CostFunction = read_write_cost
 
     @property
     def takes_inputs_only(self) -> bool:

@@ -6,7 +6,7 @@ between them, which takes as long as the arithmetic in a small model. See ``OpDe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +15,46 @@ import torch
 from modelmill.ops import int4_linear as four
 from modelmill.ops import int8_group_linear as eight
 from modelmill.ops.add_rms_norm import add_rms_norm
-from modelmill.ops.case import Case, randn
+from modelmill.ops.attention_cost import (
+    count_attended_keys_and_pairs,
+    key_bytes_per_token,
+    query_counts,
+)
+from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import int4_linear
 from modelmill.ops.int8_group_linear import int8_group_linear
 from modelmill.ops.int8_linear import int8_linear, quantize
 from modelmill.ops.linear import linear
+from modelmill.ops.op_cost import OpCost, product_cost
 from modelmill.ops.paged_attention import PagedAttentionInputs, paged_attention
 from modelmill.ops.rms_norm import rms_norm
 from modelmill.ops.rope_cache import RopeCacheInputs, rope_cache
 from modelmill.ops.silu_mul import silu_mul
+
+
+def _count_stack(args: Mapping[str, Any], result: torch.Tensor) -> OpCost:
+    """Count all layers and the head; what lies between the ops of a layer is not moved."""
+    x, stack, tokens = args["x"], args["stack"], args["tokens"]
+    rows = len(x) if tokens.logit_rows is None else len(tokens.logit_rows)
+    total = OpCost(nbytes(x, result, stack.norm)) + _count_matrix(stack.lm_head, rows)
+    queries, lengths = query_counts(tokens.query_start), tokens.context_lens.tolist()
+    for layer, k in zip(stack.layers, tokens.k, strict=True):
+        keys, pairs = count_attended_keys_and_pairs(queries, lengths, layer.window)
+        read = 2 * keys * key_bytes_per_token(k)
+        norms = nbytes(layer.attn_norm, layer.mlp_norm)
+        total += product_cost(norms, read, 4 * stack.heads * k.shape[3] * pairs)
+        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            total += _count_matrix(matrix, len(x))
+    return total
+
+
+def _count_matrix(matrix: DecodeLinearWeights, rows: int) -> OpCost:
+    weight_bytes = nbytes(matrix.weight, matrix.scale, matrix.offset, matrix.bias)
+    n, k = matrix.shape
+    return product_cost(0, weight_bytes, 2 * rows * n * k)
+
 
 DECLARATION = OpDeclaration(
     fuses=(
@@ -40,7 +69,8 @@ DECLARATION = OpDeclaration(
         "int8_linear",
         "int4_linear",
         "int8_group_linear",
-    )
+    ),
+    cost=_count_stack,
 )
 
 # The bounds of the matrix products, accumulated over a few layers.

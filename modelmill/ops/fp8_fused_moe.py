@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_cost
 from modelmill.ops.int8_fused_moe import make_8bit_moe_cases
+from modelmill.ops.op_cost import FP8_DTYPE_NAME
 from modelmill.ops.w8a8_fused_moe import TOLERANCE as TOLERANCE
 from modelmill.ops.w8a8_fused_moe import quantized_experts_reference
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, cost=partial(moe_cost, act_dtype=FP8_DTYPE_NAME))
 
 
 def fp8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:

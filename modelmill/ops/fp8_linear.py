@@ -10,6 +10,7 @@ import torch
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.linear_cases import linear_case
+from modelmill.ops.op_cost import gemm_cost
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.w8a8_linear import (
     Linear8BitInputs,
@@ -20,7 +21,7 @@ from modelmill.ops.w8a8_linear import (
 )
 
 DECLARATION = OpDeclaration(
-    inputs=Linear8BitInputs, problem=make_linear_8bit_problem, per_call="x_scale"
+    inputs=Linear8BitInputs, problem=make_linear_8bit_problem, per_call="x_scale", cost=gemm_cost
 )
 
 FP8_DTYPE = torch.float8_e4m3fn

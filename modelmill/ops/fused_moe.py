@@ -5,7 +5,7 @@ Weights of all experts are stacked. Only those of the experts that have tokens n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.moe_align_block_size import NO_EXPERT
+from modelmill.ops.op_cost import OpCost, product_cost, tensor_bytes
 
 SILU, GELU_TANH = "silu", "gelu_tanh"
 GATE_ACTIVATIONS = (SILU, GELU_TANH)
@@ -100,7 +101,27 @@ class FusedMoEInputs(NamedTuple):
         return self.gate_up.shape[1] // (2 if self.is_gated else 1)
 
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+EXPERT_WEIGHTS = tuple(
+    name for name in FusedMoEInputs._fields if name.startswith(("gate_up", "down"))
+)
+
+
+def moe_cost(args: Mapping[str, Any], result: torch.Tensor, act_dtype: str | None = None) -> OpCost:
+    """Count the weights of the chosen experts, each once, and the products of every pair.
+
+    act_dtype: name of the 8-bit dtype that activations are rounded to, or None.
+    """
+    inputs = FusedMoEInputs(**args)
+    pairs = inputs.topk_ids[inputs.topk_ids != NO_EXPERT]
+    expert_bytes = tensor_bytes([args.get(name) for name in EXPERT_WEIGHTS])
+    weight_bytes = expert_bytes // len(inputs.gate_up) * pairs.unique().numel()
+    acts = (inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.shared, result)
+    products = inputs.gate_up.shape[1] + inputs.inner_size
+    operations = 2 * pairs.numel() * inputs.x.shape[1] * products
+    return product_cost(tensor_bytes(acts), weight_bytes, operations, act_dtype)
+
+
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs, cost=moe_cost)
 MAX_DEQUANTIZED_MEMORY_FRACTION = 1 / 32
 """Of a GPU's memory: what a matrix of all experts of a layer may take in 16 bits for a while."""
 

@@ -16,6 +16,7 @@ U − W S = T β v − T β e^G k S, from which outputs and the next state are p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.op_cost import recurrence_cost
 from modelmill.ops.recurrence import (
     Tokens,
     advance_states,
@@ -56,7 +58,9 @@ class GatedDeltaInputs(NamedTuple):
     rows: RecurrentStepMetadata
 
 
-DECLARATION = OpDeclaration(inputs=GatedDeltaInputs)
+DECLARATION = OpDeclaration(
+    inputs=GatedDeltaInputs, cost=partial(recurrence_cost, operations_per_state_value=6)
+)
 
 
 def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:

@@ -7,14 +7,15 @@ which does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.op_cost import OpCost, tensor_bytes
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -43,7 +44,17 @@ class ImageAttentionInputs(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-DECLARATION = OpDeclaration(inputs=ImageAttentionInputs)
+def _count_windows(args: Mapping[str, Any], result: torch.Tensor) -> OpCost:
+    """Count every tensor once, and the pairs of each whole window."""
+    batch, height, width, _, heads, dim = args["qkv"].shape
+    side = args.get("window")
+    rows, columns = (height, width) if side is None else (side, side)
+    windows = batch * -(-height // rows) * -(-width // columns)
+    operations = 4 * windows * heads * dim * (rows * columns) ** 2
+    return OpCost(tensor_bytes((*args.values(), result)), 0, operations)
+
+
+DECLARATION = OpDeclaration(inputs=ImageAttentionInputs, cost=_count_windows)
 
 
 def image_attention(inputs: ImageAttentionInputs) -> torch.Tensor:

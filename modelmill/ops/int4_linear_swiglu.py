@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.groupwise import GroupwiseLinearInputs, cases_for_shapes, make_groupwise_problem
 from modelmill.ops.int4_linear import int4_linear, random_weight
+from modelmill.ops.op_cost import gemm_cost
 from modelmill.ops.silu_mul import silu_mul
 
 DECLARATION = OpDeclaration(
@@ -17,6 +19,7 @@ DECLARATION = OpDeclaration(
     optional=True,
     inputs=GroupwiseLinearInputs,
     problem=make_groupwise_problem,
+    cost=partial(gemm_cost, matrices=2),
 )
 
 TOLERANCE = {torch.float32: 8e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}

@@ -16,8 +16,11 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_support import make_gemm_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.linear_cases import DECODE_7B_SHAPES, DENSE_SHAPES, dense_args, linear_case
+from modelmill.ops.op_cost import gemm_cost
 
-DECLARATION = OpDeclaration(problem=make_gemm_problem, operands=("x", "weight", "scale", "bias"))
+DECLARATION = OpDeclaration(
+    problem=make_gemm_problem, operands=("x", "weight", "scale", "bias"), cost=gemm_cost
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

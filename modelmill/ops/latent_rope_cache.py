@@ -5,13 +5,15 @@ Multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from modelmill.ops.attention_cost import key_bytes_per_token
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.op_cost import OpCost
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rms_norm import rms_norm
 
@@ -43,11 +45,20 @@ class LatentRopeCacheInputs(NamedTuple):
     k_scale: torch.Tensor | None = None
 
 
+def _count_latent_rows_and_angles(args: Mapping[str, Any], _: torch.Tensor) -> OpCost:
+    """Count the latent rows and what is stored of them, the angles, and the queries' ends."""
+    q, latent, cos = args["q"], args["latent"], args["cos"]
+    rotated = q.shape[0] * q.shape[1] * 2 * cos.shape[1] * q.element_size()
+    stored = len(latent) * key_bytes_per_token(args["k_cache"])
+    return OpCost(nbytes(latent, args["weight"], cos, args["sin"]) + 2 * rotated + stored)
+
+
 DECLARATION = OpDeclaration(
     fuses=("rms_norm",),
     optional=True,
     inputs=LatentRopeCacheInputs,
     operands=("q", "latent", "inputs"),
+    cost=_count_latent_rows_and_angles,
 )
 
 

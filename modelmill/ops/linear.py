@@ -11,8 +11,11 @@ from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_support import make_dense_gemm_problem
 from modelmill.ops.linear_cases import DECODE_7B_SHAPES, DENSE_SHAPES, dense_args, linear_case
+from modelmill.ops.op_cost import gemm_cost
 
-DECLARATION = OpDeclaration(problem=make_dense_gemm_problem, operands=("x", "weight", "bias"))
+DECLARATION = OpDeclaration(
+    problem=make_dense_gemm_problem, operands=("x", "weight", "bias"), cost=gemm_cost
+)
 
 # For cases whose outputs have unit scale (weights scaled by 1/sqrt(K)).
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}

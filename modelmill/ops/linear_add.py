@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_support import GemmProblem, make_dense_gemm_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.linear_cases import dense_args, linear_case
+from modelmill.ops.op_cost import gemm_cost
 
 
 def _make_problem(
@@ -20,12 +22,15 @@ def _make_problem(
     return make_dense_gemm_problem(x, weight, bias)
 
 
+_ACTIVATIONS = ("x", "residual")
+
 DECLARATION = OpDeclaration(
     fuses=("linear", "add_rms_norm"),
     optional=True,
     problem=_make_problem,
     operands=("x", "weight", "residual", "bias"),
     per_call="residual",
+    cost=partial(gemm_cost, activations=_ACTIVATIONS),
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}

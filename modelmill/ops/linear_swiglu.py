@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -11,10 +12,14 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_support import make_dense_gemm_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.linear_cases import dense_args, linear_case
+from modelmill.ops.op_cost import gemm_cost
 from modelmill.ops.silu_mul import silu_mul
 
 DECLARATION = OpDeclaration(
-    fuses=("linear", "silu_mul"), problem=make_dense_gemm_problem, operands=("x", "weight", "bias")
+    fuses=("linear", "silu_mul"),
+    problem=make_dense_gemm_problem,
+    operands=("x", "weight", "bias"),
+    cost=partial(gemm_cost, matrices=2),
 )
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}

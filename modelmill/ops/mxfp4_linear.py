@@ -17,9 +17,10 @@ from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int4_linear import pack_codes, unpack_codes
 from modelmill.ops.linear_cases import DECODE_7B_SHAPES
+from modelmill.ops.op_cost import gemm_cost
 
 DECLARATION = OpDeclaration(
-    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.make_groupwise_problem
+    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.make_groupwise_problem, cost=gemm_cost
 )
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from modelmill.ops.attention_cost import attention_cost
 from modelmill.ops.attention_support import (
     AttentionPhase,
     AttentionProblem,
@@ -144,6 +145,7 @@ DECLARATION = OpDeclaration(
     counts=("m", "queries", "sequences", "pairs"),
     split=split_mixed_problem,
     join=compose_mixed_step_kernel,
+    cost=attention_cost,
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,21 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_support import make_dense_gemm_problem
 from modelmill.ops.linear import linear
-from modelmill.ops.rope_cache import RopeCacheInputs, random_cache_and_angles, rope_cache
+from modelmill.ops.op_cost import OpCost, product_cost
+from modelmill.ops.rope_cache import (
+    RopeCacheInputs,
+    random_cache_and_angles,
+    rope_cache,
+    rope_cache_bytes,
+)
 from modelmill.ops.rope_cache_support import make_rope_inputs_check
+
+
+def _count_projection_and_stores(args: Mapping[str, Any], result: torch.Tensor) -> OpCost:
+    x, weight, bias = args["x"], args["weight"], args.get("bias")
+    other_bytes = nbytes(x) + rope_cache_bytes(args, result)
+    return product_cost(other_bytes, nbytes(weight, bias), 2 * x.numel() * weight.shape[0])
+
 
 DECLARATION = OpDeclaration(
     fuses=("linear", "rope_cache"),
@@ -22,6 +35,7 @@ DECLARATION = OpDeclaration(
     operands=("x", "weight", "bias", "inputs"),
     per_call="inputs",
     alike=make_rope_inputs_check,
+    cost=_count_projection_and_stores,
 )
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}

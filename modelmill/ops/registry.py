@@ -25,6 +25,7 @@ implementations is made once for a weight and a class of row counts.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -41,6 +42,7 @@ from modelmill.core.module_lookup import (
 from modelmill.ops.bound_op import OpImplementation, SelectedOp, hook_all_ops, wrap_with_after_call
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.launch_configs import TunedLaunchConfigs, filter_by_candidates
+from modelmill.ops.op_cost import OpCost
 
 BACKENDS_BESIDES_TORCH = ("cuda", "triton", "cpu")
 BACKEND_PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
@@ -111,6 +113,23 @@ def op_names() -> tuple[str, ...]:
 def reference(op: str) -> Callable[..., Any]:
     """The torch reference of an op."""
     return getattr(import_module(f"modelmill.ops.{op}"), op)
+
+
+def count_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> OpCost:
+    """The bytes and operations of one call of ``op``; reads lengths and ids from the device.
+
+    Nothing is counted where a fused op declined: the ops that it fuses do the work.
+    """
+    if result is None:
+        return OpCost()
+    declaration = op_declarations()[op]
+    named = declaration.unpack_inputs(_reference_signature(op).bind(*args, **kwargs).arguments)
+    return declaration.cost(named, result)
+
+
+@functools.cache
+def _reference_signature(op: str) -> inspect.Signature:
+    return inspect.signature(reference(op))
 
 
 def adapt_to_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:

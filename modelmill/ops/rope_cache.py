@@ -5,13 +5,15 @@ RoPE: Su et al. 2021, arXiv:2104.09864.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from modelmill.ops.attention_cost import key_bytes_per_token
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.op_cost import OpCost
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rms_norm import rms_norm
 from modelmill.ops.rope_cache_support import make_rope_cache_problem, make_rope_guard
@@ -52,11 +54,18 @@ class RopeCacheInputs(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
+def rope_cache_bytes(args: Mapping[str, Any], result: torch.Tensor) -> int:
+    """Bytes of the angles, the queries that are returned, and the stored keys and values."""
+    stored = args["slots"].numel() * 2 * key_bytes_per_token(args["k_cache"])
+    return nbytes(args.get("cos"), args.get("sin"), result) + stored
+
+
 DECLARATION = OpDeclaration(
     inputs=RopeCacheInputs,
     problem=make_rope_cache_problem,
     operands=("qkv", "inputs"),
     guard=make_rope_guard,
+    cost=lambda args, result: OpCost(nbytes(args["qkv"]) + rope_cache_bytes(args, result)),
 )
 
 

@@ -6,7 +6,7 @@ host's work between them, which takes as long as a part of the experts. See ``Op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -17,14 +17,10 @@ from modelmill.ops import int4_fused_moe, int8_fused_moe, mxfp4_fused_moe
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_cost
 from modelmill.ops.fused_topk import SIGMOID, SOFTMAX, FusedTopkInputs, fused_topk
+from modelmill.ops.op_cost import OpCost, product_cost, tensor_bytes
 from modelmill.ops.router_gemm import router_gemm
-
-DECLARATION = OpDeclaration(
-    fuses=("router_gemm", "fused_topk", "int8_fused_moe", "int4_fused_moe", "mxfp4_fused_moe"),
-    optional=True,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +48,25 @@ class RoutedMoEWeights:
     packed: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
+def _count_routed_moe(args: Mapping[str, Any], result: torch.Tensor) -> OpCost:
+    """Count the router and the experts that it chooses, which are computed again for that."""
+    x, moe, shared = args["x"], args["moe"], args.get("shared")
+    router_input = args.get("router_input")
+    inputs = _route(x, moe, x if router_input is None else router_input, shared)
+    router_bytes = tensor_bytes((moe.router, moe.router_bias, moe.expert_scale))
+    router = product_cost(
+        tensor_bytes(router_input), router_bytes, 2 * x.shape[0] * moe.router.numel()
+    )
+    return router + moe_cost(inputs._asdict(), result)
+
+
+DECLARATION = OpDeclaration(
+    fuses=("router_gemm", "fused_topk", "int8_fused_moe", "int4_fused_moe", "mxfp4_fused_moe"),
+    optional=True,
+    cost=_count_routed_moe,
+)
+
+
 def routed_moe(
     x: torch.Tensor,
     moe: RoutedMoEWeights,
@@ -70,13 +85,23 @@ def routed_moe(
         [T, H] of x's dtype.
     """
     router_input = x if router_input is None else router_input
+    inputs = _route(x, moe, router_input, shared)
+    out: torch.Tensor = getattr(import_module(f"modelmill.ops.{moe.op}"), moe.op)(inputs)
+    return out
+
+
+def _route(
+    x: torch.Tensor,
+    moe: RoutedMoEWeights,
+    router_input: torch.Tensor,
+    shared: torch.Tensor | None,
+) -> FusedMoEInputs:
+    """The inputs of the experts' op, with those that the router chooses."""
     logits = router_gemm(router_input, moe.router, moe.router_bias, moe.logit_scale)
     weights, ids = fused_topk(moe.rules._replace(logits=logits))
     if moe.expert_scale is not None:
         weights = weights * moe.expert_scale.float()[ids.long()]
-    inputs = moe.experts._replace(x=x, topk_weights=weights, topk_ids=ids, shared=shared)
-    out: torch.Tensor = getattr(import_module(f"modelmill.ops.{moe.op}"), moe.op)(inputs)
-    return out
+    return moe.experts._replace(x=x, topk_weights=weights, topk_ids=ids, shared=shared)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -9,8 +9,9 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.op_cost import gemm_cost
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(cost=gemm_cost)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
 

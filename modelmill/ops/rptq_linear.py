@@ -22,6 +22,7 @@ from modelmill.ops.case import Case, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int4_linear import pack_codes, unpack_codes
 from modelmill.ops.kernel_support import GemmProblem, make_gemm_problem
+from modelmill.ops.op_cost import gemm_cost
 from modelmill.ops.quant_types import exact_int_matmul
 
 # Outputs have about unit scale; the terms that cancel (zero-points) are several times larger.
@@ -69,7 +70,9 @@ def make_rptq_problem(*operands: Any) -> GemmProblem:
     )
 
 
-DECLARATION = OpDeclaration(inputs=RptqLinearInputs, problem=make_rptq_problem, per_call="step")
+DECLARATION = OpDeclaration(
+    inputs=RptqLinearInputs, problem=make_rptq_problem, per_call="step", cost=gemm_cost
+)
 
 
 def rptq_linear(inputs: RptqLinearInputs) -> torch.Tensor:

@@ -11,6 +11,7 @@ log decays, y_i = Σ_{j ≤ i} exp(G_i − G_j) Δ_j (C_i · B_j) x_j + exp(G_i)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.op_cost import recurrence_cost
 from modelmill.ops.recurrence import (
     Tokens,
     advance_states,
@@ -54,7 +56,9 @@ class SSDScanInputs(NamedTuple):
     rows: RecurrentStepMetadata
 
 
-DECLARATION = OpDeclaration(inputs=SSDScanInputs)
+DECLARATION = OpDeclaration(
+    inputs=SSDScanInputs, cost=partial(recurrence_cost, operations_per_state_value=4)
+)
 
 
 def ssd_scan(inputs: SSDScanInputs) -> torch.Tensor:

@@ -6,16 +6,20 @@ Every token's x, and every pair's product with the gate, has its own scale.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import FusedMoEInputs, moe_reference_with_dequantize
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_cost, moe_reference_with_dequantize
 from modelmill.ops.int8_fused_moe import dequantize_expert_rows, make_8bit_moe_cases
+from modelmill.ops.op_cost import INT8_DTYPE_NAME
 from modelmill.ops.quant_types import quantize_per_row
 
-DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+DECLARATION = OpDeclaration(
+    inputs=FusedMoEInputs, cost=partial(moe_cost, act_dtype=INT8_DTYPE_NAME)
+)
 
 # a value at the border of two codes may take either one
 TOLERANCE = {torch.float32: 6e-2, torch.float16: 6e-2, torch.bfloat16: 2e-1}

@@ -12,6 +12,7 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.kernel_support import GemmProblem, make_gemm_problem
 from modelmill.ops.linear_cases import linear_case
+from modelmill.ops.op_cost import gemm_cost
 from modelmill.ops.quant_types import exact_int_matmul, quantize_per_row
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -51,7 +52,7 @@ def make_linear_8bit_problem(
 
 
 DECLARATION = OpDeclaration(
-    inputs=Linear8BitInputs, problem=make_linear_8bit_problem, per_call="x_scale"
+    inputs=Linear8BitInputs, problem=make_linear_8bit_problem, per_call="x_scale", cost=gemm_cost
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.linear_cases import linear_case
+from modelmill.ops.op_cost import gemm_cost
 from modelmill.ops.silu_mul import silu_mul
 from modelmill.ops.w8a8_linear import Linear8BitInputs, make_linear_8bit_problem
 
@@ -20,6 +22,7 @@ DECLARATION = OpDeclaration(
     inputs=Linear8BitInputs,
     problem=make_linear_8bit_problem,
     per_call="x_scale",
+    cost=partial(gemm_cost, matrices=2),
 )
 
 # for fp8 (see fp8_linear); for int8 tests/ops/test_cuda_gemm_8bit.py has tighter bounds

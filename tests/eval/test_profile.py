@@ -11,10 +11,10 @@ from modelmill.core.errors import CapacityError, UsageError
 from modelmill.eval import profile as profiling
 from modelmill.eval.chrome_trace import make_trace
 from modelmill.eval.kernel_trace import KernelRecord, with_gap_and_added_times
-from modelmill.eval.op_cost import OpCost
 from modelmill.eval.profile import ProfileCase, make_profile_step, profile_case
 from modelmill.eval.profile_lines import gpu_trace_tracks, kernel_lines, roofline_step_us
 from modelmill.eval.roofline import RooflineCeilings
+from modelmill.ops.op_cost import OpCost
 from tests.eval.test_chrome_trace import check_trace
 from tests.runtime.tiny import make_engine
 

@@ -25,7 +25,6 @@ NAMES = re.compile(
 )
 # file → why it names a part of a layer
 REASONS = {
-    "eval/op_cost.py": "parameters of the op rope_cache, and fields of the op decode's weights",
     "eval/op_cases.py": "gate_up is a parameter of the op silu_mul",
     "eval/large_op_cases.py": "qkv is a parameter of the op rope_cache",
     "quant/rptq.py": "the help of --splits-per-channel explains its cost by an example",

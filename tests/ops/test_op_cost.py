@@ -10,16 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.eval.op_cases import bench_cases
-from modelmill.eval.op_cost import OpCost, count_attended_keys_and_pairs, op_cost
 from modelmill.ops import registry
+from modelmill.ops.attention_cost import count_attended_keys_and_pairs
+from modelmill.ops.fused_moe import RELU2
 from modelmill.ops.int8_linear import quantize
+from modelmill.ops.op_cost import OpCost
 from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.recurrent_metadata import RecurrentStepMetadata
+from modelmill.ops.registry import count_cost
+from modelmill.ops.routed_moe import RoutedMoEWeights
 from tests.runtime.tiny import decoder
 
 
 def cost_of(op: str, **args: Any) -> OpCost:
     called_with = registry.op_declarations()[op].pack_named_inputs(args)
-    return op_cost(op, (), called_with, registry.reference(op)(**called_with))
+    return count_cost(op, (), called_with, registry.reference(op)(**called_with))
 
 
 def test_a_product_reads_its_weight_once() -> None:
@@ -28,7 +33,9 @@ def test_a_product_reads_its_weight_once() -> None:
     assert cost == OpCost(
         4 * (3 * 64 + 128 * 64 + 128 + 3 * 128), 4 * (128 * 64 + 128), 2 * 3 * 64 * 128
     )
-    assert op_cost("linear", (x, weight), {}, torch.empty(3, 128)).unavoidable_bytes == 4 * 128 * 64
+    assert (
+        count_cost("linear", (x, weight), {}, torch.empty(3, 128)).unavoidable_bytes == 4 * 128 * 64
+    )
     gated = cost_of("linear_swiglu", x=x, weight=weight)
     assert gated == OpCost(4 * (3 * 64 + 128 * 64 + 3 * 64), 4 * 128 * 64, 2 * 3 * 64 * 128)
 
@@ -108,7 +115,7 @@ def test_a_cache_of_8_bits_counts_its_scales() -> None:
         "scale": 1.0,
     }
     called_with = {"inputs": PagedAttentionInputs(**{**args, **named})}
-    cost = op_cost("paged_attention", (), called_with, torch.empty(1, 8))
+    cost = count_cost("paged_attention", (), called_with, torch.empty(1, 8))
     assert cost.unavoidable_bytes == 2 * (8 + 4)
 
 
@@ -149,6 +156,82 @@ def test_a_norm_reads_and_writes_its_rows() -> None:
     )
     cost = cost_of("add_rms_norm", x=x, residual=x.clone(), weight=weight, eps=1e-5)
     assert cost.nbytes == 4 * x.nbytes + weight.nbytes
+
+
+def test_a_mixture_reads_the_chosen_experts_alone() -> None:
+    """Two tokens with two experts each, one in common: three of eight experts, four pairs."""
+    x, ids = torch.randn(2, 64), torch.tensor([[1, 5], [5, 2]], dtype=torch.int32)
+    routing = torch.full((2, 2), 0.5)
+    gate_up, down = torch.randn(8, 2 * 48, 64), torch.randn(8, 64, 48)
+    args = {"x": x, "topk_weights": routing, "topk_ids": ids, "gate_up": gate_up, "down": down}
+    cost = cost_of("fused_moe", **args)
+    expert_bytes = 4 * 3 * 48 * 64
+    acts = 2 * x.nbytes + ids.nbytes + routing.nbytes
+    assert cost == OpCost(3 * expert_bytes + acts, 3 * expert_bytes, 2 * 4 * 3 * 48 * 64)
+    elsewhere = args | {"topk_ids": torch.tensor([[1, -1], [-1, -1]]), "global_num_experts": 16}
+    assert cost_of("fused_moe", **elsewhere).unavoidable_bytes == expert_bytes
+    ungated = args | {"gate_up": gate_up[:, :48].contiguous(), "activation": RELU2}
+    assert cost_of("fused_moe", **ungated).operations == 2 * 4 * 2 * 48 * 64
+
+
+def test_experts_with_scales_count_them_and_8_bit_activations_are_counted_apart() -> None:
+    """One token and one of four experts: its codes and a float32 scale for each row."""
+    scales = {"gate_up_scale": torch.ones(4, 96), "down_scale": torch.ones(4, 64)}
+    args = {
+        "x": torch.randn(1, 64), "topk_weights": torch.ones(1, 1),
+        "topk_ids": torch.tensor([[3]], dtype=torch.int32),
+        "gate_up": torch.ones(4, 96, 64, dtype=torch.int8),
+        "down": torch.ones(4, 64, 48, dtype=torch.int8), **scales,
+    }  # fmt: skip
+    wide, narrow = cost_of("int8_fused_moe", **args), cost_of("w8a8_fused_moe", **args)
+    assert wide.unavoidable_bytes == narrow.unavoidable_bytes == 3 * 48 * 64 + 4 * (96 + 64)
+    assert (wide.int8_operations, narrow.int8_operations) == (0, 2 * 3 * 48 * 64)
+    fp8 = {name: args[name].to(torch.float8_e4m3fn) for name in ("gate_up", "down")}
+    assert cost_of("fp8_fused_moe", **args | fp8).fp8_operations == 2 * 3 * 48 * 64
+
+
+def test_a_mixture_in_one_call_counts_its_router_and_experts() -> None:
+    case = next(iter(bench_cases("routed_moe", "cpu", torch.float32)))
+    moe, x = case.args["moe"], case.args["x"]
+    assert isinstance(moe, RoutedMoEWeights)
+    cost = cost_of("routed_moe", **case.args)
+    experts, (count, hidden) = moe.experts, moe.router.shape
+    pairs = len(x) * experts.topk_ids.shape[1]
+    products = experts.gate_up.shape[1] + experts.inner_size
+    assert cost.operations == 2 * len(x) * count * hidden + 2 * pairs * hidden * products
+    stored = sum(t.nbytes for t in experts[3:] if isinstance(t, torch.Tensor))
+    assert moe.router.nbytes < cost.unavoidable_bytes < moe.router.nbytes * 2 + stored
+
+
+def test_a_router_behind_a_norm_reads_its_matrix() -> None:
+    case = next(iter(bench_cases("add_rms_norm_router", "cpu", torch.float32)))
+    cost, router = cost_of("add_rms_norm_router", **case.args), case.args["router"]
+    assert cost.unavoidable_bytes >= router.nbytes
+    assert cost.operations == 2 * len(case.args["x"]) * router.numel()
+
+
+def test_a_recurrence_reads_and_writes_the_states_of_its_sequences() -> None:
+    """Two sequences of 1 and 3 tokens and one without; a cache of 9 slots of 6 × 3 values."""
+    rows = RecurrentStepMetadata(
+        torch.tensor([0, 1, 4, 4], dtype=torch.int32), torch.tensor([7, 0, 1, 2]),
+        torch.tensor([2, 0, 5]), torch.full((3,), 8), torch.full((3,), -1), 3, 64,
+    )  # fmt: skip
+    x, weight, state = torch.randn(4, 6), torch.randn(6, 4), torch.randn(9, 3, 6)
+    cost = cost_of("causal_conv", x=x, state=state, weight=weight, bias=None, rows=rows)
+    assert cost.unavoidable_bytes == 2 * 2 * 4 * 18
+    assert cost.nbytes == cost.unavoidable_bytes + 2 * x.nbytes + weight.nbytes
+    assert cost.operations == 2 * 4 * 18
+
+
+def test_images_are_attended_window_by_window() -> None:
+    """Windows of 4 × 4 on 6 × 5 tokens: two by two of them, each whole."""
+    case = {
+        "qkv": torch.randn(1, 6, 5, 3, 2, 8), "heads": 2, "window": 4,
+        "fill": torch.zeros(3, 2, 8),
+    }  # fmt: skip
+    assert cost_of("image_attention", **case).operations == 4 * 4 * 2 * 8 * 16**2
+    whole = cost_of("image_attention", **case | {"window": None})
+    assert whole.operations == 4 * 2 * 8 * 30**2
 
 
 def test_the_whole_layers_count_as_their_parts() -> None:
