@@ -9,19 +9,15 @@ import torch
 
 from modelmill.ops import fused_moe
 from modelmill.ops.case import Case
-from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import (
     SMALL_SHAPES,
     FusedMoEInputs,
-    moe_cost,
     moe_reference_with_dequantize,
 )
 from modelmill.ops.int4_linear import dequantize_weight, random_weight
-from modelmill.ops.moe_support import make_moe_problem
+from modelmill.ops.moe_support import declare_moe_with_ranges
 
-DECLARATION = OpDeclaration(
-    inputs=FusedMoEInputs, problem=make_moe_problem, guard=None, cost=moe_cost
-)
+DECLARATION = declare_moe_with_ranges()
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 

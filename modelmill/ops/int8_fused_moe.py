@@ -8,15 +8,12 @@ import torch
 
 from modelmill.ops import fused_moe
 from modelmill.ops.case import Case, randn
-from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
-from modelmill.ops.fused_moe import FusedMoEInputs, moe_cost, moe_reference_with_dequantize
-from modelmill.ops.moe_support import make_moe_problem
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_reference_with_dequantize
+from modelmill.ops.moe_support import declare_moe_with_ranges
 from modelmill.ops.quant_types import quantize_per_row
 
-DECLARATION = OpDeclaration(
-    inputs=FusedMoEInputs, problem=make_moe_problem, guard=None, cost=moe_cost
-)
+DECLARATION = declare_moe_with_ranges()
 
 
 def int8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:

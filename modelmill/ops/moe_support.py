@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_cost
 from modelmill.ops.kernel_support import KernelSupportRange
 
 
@@ -116,3 +117,8 @@ class MoESupportRange(KernelSupportRange):
             and (self.ungated or problem.gated)
             and super().covers_ignoring_m(problem)
         )
+
+
+def declare_moe_with_ranges() -> OpDeclaration:
+    """The declaration of an op whose kernels have a ``MoESupportRange``."""
+    return OpDeclaration(inputs=FusedMoEInputs, problem=make_moe_problem, guard=None, cost=moe_cost)

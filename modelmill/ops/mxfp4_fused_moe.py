@@ -9,16 +9,13 @@ import torch
 
 from modelmill.ops import fused_moe
 from modelmill.ops.case import Case
-from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import FusedMoEInputs, moe_cost, moe_reference_with_dequantize
+from modelmill.ops.fused_moe import FusedMoEInputs, moe_reference_with_dequantize
 from modelmill.ops.int4_fused_moe import TOLERANCE as TOLERANCE
-from modelmill.ops.moe_support import make_moe_problem
+from modelmill.ops.moe_support import declare_moe_with_ranges
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS as BLOCK_COLUMNS
 from modelmill.ops.mxfp4_linear import dequantize_weight, random_weight
 
-DECLARATION = OpDeclaration(
-    inputs=FusedMoEInputs, problem=make_moe_problem, guard=None, cost=moe_cost
-)
+DECLARATION = declare_moe_with_ranges()
 
 
 def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:

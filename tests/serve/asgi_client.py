@@ -25,6 +25,13 @@ class Response:
         return json.loads(self.body)
 
     @property
+    def error_message(self) -> str:
+        """The message of an error in any dialect."""
+        error = self.json["error"]
+        message: str = error if isinstance(error, str) else error["message"]
+        return message
+
+    @property
     def events(self) -> list[Any]:
         """The events of a stream, which must be correct to the byte; the last is "[DONE]" where it
         is there.

@@ -188,8 +188,7 @@ def test_an_unreadable_picture_has_the_clients_name(image_service: ServiceThread
     for path, body, name in bodies:
         answer = image_service.post(path, {"model": "stories", **body})
         assert answer.status == 400
-        error = answer.json["error"]
-        assert (error if isinstance(error, str) else error["message"]).startswith(f"{name} ")
+        assert answer.error_message.startswith(f"{name} ")
 
 
 def test_the_servers_own_limit_of_pixels(image_service: ServiceThread) -> None:

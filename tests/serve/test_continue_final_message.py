@@ -194,9 +194,7 @@ def test_errors_of_other_apis_do_not_name_a_field_that_they_do_not_have(
         ),
     ):
         response = service.post(path, {"model": MODEL, "messages": messages, **more})
-        error = response.json["error"]
-        message = error if isinstance(error, str) else error["message"]
         assert response.status == 400
-        assert message.startswith(
+        assert response.error_message.startswith(
             f"{field} cannot be combined with a last message of the assistant:"
         )

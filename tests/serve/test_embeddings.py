@@ -370,9 +370,8 @@ def test_of_several_texts_the_wrong_one_is_named(
 ) -> None:
     response = running.post(path, {"model": "stories", **body})
     assert response.status == 400, response.body
-    error = response.json["error"]
-    assert (error if isinstance(error, str) else error["message"]).startswith(name)
-    if not isinstance(error, str):
+    assert response.error_message.startswith(name)
+    if not isinstance(error := response.json["error"], str):
         assert error["param"] == re.split(r"[\[:]", name)[0]
 
 

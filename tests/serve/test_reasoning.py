@@ -165,14 +165,19 @@ def test_thinking_comes_before_a_call() -> None:
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 
 
-def test_thinking_is_an_item_of_a_response() -> None:
-    body = ResponsesRequest(model="m", input="x")
+def streamed_response(body: ResponsesRequest) -> tuple[ResponsesBuilder, list[Any]]:
+    """The response to an answer with thinking, and the events of its stream."""
     output = CompletionOutput(0, "", [1], "stop")
     builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output), THINKS)  # type: ignore[arg-type]
-    events = []
+    events: list[Any] = []
     for text in ("<think>\nWe", "ll.\n</think>", "\n\nHi."):
-        events += list(builder._emit_text_and_store_when_ended(text, None, 1))
-    events += list(builder._emit_text_and_store_when_ended("", output, 0))
+        events += builder._emit_text_and_store_when_ended(text, None, 1)
+    events += builder._emit_text_and_store_when_ended("", output, 0)
+    return builder, events
+
+
+def test_thinking_is_an_item_of_a_response() -> None:
+    builder, events = streamed_response(ResponsesRequest(model="m", input="x"))
     types = [event["type"] for event in events]
     assert types[:3] == [
         "response.output_item.added",
@@ -192,12 +197,7 @@ def test_thinking_is_an_item_of_a_response() -> None:
 
 def test_a_response_has_no_thinking_where_the_request_says_so() -> None:
     body = ResponsesRequest(model="m", input="x", include_reasoning=False)
-    output = CompletionOutput(0, "", [1], "stop")
-    builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output), THINKS)  # type: ignore[arg-type]
-    sent = []
-    for text in ("<think>\nWe", "ll.\n</think>", "\n\nHi."):
-        sent += list(builder._emit_text_and_store_when_ended(text, None, 1))
-    sent += list(builder._emit_text_and_store_when_ended("", output, 0))
+    builder, sent = streamed_response(body)
     assert "reasoning" not in json.dumps(sent)
     (message,) = builder.response()["output"]
     assert message["content"][0]["text"] == "Hi."

@@ -66,8 +66,7 @@ def test_the_error_names_the_place(
 ) -> None:
     response = running.post(path, {"model": "stories", **body})
     assert response.status == 400, response.body
-    error = response.json["error"]
-    assert (error if isinstance(error, str) else error["message"]) == f"{place}: {WRONG}"
+    assert response.error_message == f"{place}: {WRONG}"
 
 
 def test_a_whole_pair_is_a_character(running: ServiceThread) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import (
-    run_experts,
-    supports_moe_operands,
-    supports_scales_and_offsets,
-)
+from modelmill.ops.cpu.moe import experts
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.groupwise import PACK_COLUMNS
 from modelmill.ops.moe_support import MoESupportRange
@@ -23,11 +19,11 @@ def supports(inputs: FusedMoEInputs) -> bool:
     return (
         inputs.group > 0
         and inputs.group % PACK_COLUMNS == 0
-        and supports_moe_operands(inputs, torch.uint8)
-        and supports_scales_and_offsets(inputs, torch.float32, torch.float16)
+        and experts.supports_moe_operands(inputs, torch.uint8)
+        and experts.supports_scales_and_offsets(inputs, torch.float32, torch.float16)
     )
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op."""
-    return run_experts("int4_fused_moe", inputs)
+    return experts.run_experts("int4_fused_moe", inputs)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import (
-    run_experts,
-    supports_moe_operands,
-    supports_scales_and_offsets,
-)
+from modelmill.ops.cpu.moe import experts
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoESupportRange
 
@@ -20,8 +16,8 @@ SUPPORTED_PROBLEMS = (MoESupportRange(weight_dtype=torch.int8),)
 def supports(inputs: FusedMoEInputs) -> bool:
     """int8 weights with float32 scales, one a row."""
     return (
-        supports_moe_operands(inputs, torch.int8)
-        and supports_scales_and_offsets(inputs, torch.float32)
+        experts.supports_moe_operands(inputs, torch.int8)
+        and experts.supports_scales_and_offsets(inputs, torch.float32)
         and inputs.group == 0
         and inputs.gate_up_offset is None
         and inputs.down_offset is None
@@ -30,4 +26,4 @@ def supports(inputs: FusedMoEInputs) -> bool:
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op."""
-    return run_experts("int8_fused_moe", inputs)
+    return experts.run_experts("int8_fused_moe", inputs)

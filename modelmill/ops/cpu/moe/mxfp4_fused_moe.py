@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import (
-    run_experts,
-    supports_moe_operands,
-    supports_scales_and_offsets,
-)
+from modelmill.ops.cpu.moe import experts
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.moe_support import MoESupportRange
 from modelmill.ops.mxfp4_fused_moe import BLOCK_COLUMNS
@@ -24,11 +20,11 @@ def supports(inputs: FusedMoEInputs) -> bool:
         inputs.group == BLOCK_COLUMNS
         and inputs.gate_up_offset is None
         and inputs.down_offset is None
-        and supports_moe_operands(inputs, torch.uint8)
-        and supports_scales_and_offsets(inputs, torch.uint8)
+        and experts.supports_moe_operands(inputs, torch.uint8)
+        and experts.supports_scales_and_offsets(inputs, torch.uint8)
     )
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op."""
-    return run_experts("mxfp4_fused_moe", inputs)
+    return experts.run_experts("mxfp4_fused_moe", inputs)
