@@ -173,11 +173,10 @@ def torch_gemm_is_faster() -> bool:
     """Whether torch's products of many bfloat16 rows are faster than ours on this processor.
 
     With AMX many times. On Intel's AVX-512 without it ours take 0.9 of the time for int8 weights
-    and as long for dense ones, and they wait at no barrier of OpenMP. Without AVX512_BF16 torch has
-    no fast product. AMD's pairs of bfloat16 have not been measured: as before.
+    and as long for dense ones, on AMD's with AVX512_BF16 as long for both, and they wait at no
+    barrier of OpenMP. Without AVX512_BF16 torch has no fast product.
     """
-    cpu = _processor_identity()
-    return "amx_bf16" in cpu or ("avx512_bf16" in cpu and "GenuineIntel" not in cpu)
+    return "amx_bf16" in _processor_identity()
 
 
 def compile_library_if_missing(flags: tuple[str, ...]) -> Path:

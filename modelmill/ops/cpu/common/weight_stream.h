@@ -1,9 +1,8 @@
-// How the small-M linear kernels stream weights from memory: prefetched, or from rows far apart.
+// How small-M kernels stream weights from memory: prefetched, or from rows far apart.
 //
 // Computes: addresses ahead of the loads of a row; index ranges of weight rows
 // Range: rows of any length, any number of rows
-// Technique: prefetch instructions to L1, or with MILL_PREFETCH_L2 to L2; rows far apart read at
-//     once
+// Technique: prefetch to L1, or with MILL_PREFETCH_L2 to L2; rows far apart read at once
 // Used by: block_floating_point.h, gemm_small_m.h, w8a8_linear.cpp
 //
 // The hardware prefetchers stop at page ends, rows are short, and a block reads several rows at

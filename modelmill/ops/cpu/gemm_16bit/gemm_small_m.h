@@ -6,8 +6,8 @@
 // Layout: row-major
 // Range: any M, tuned for M ≤ 16
 // Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, register blocking (6 rows of x by 8
-//     weight rows), software prefetch, per-thread scratch for the packed activations
-// Used by: e4m3.h, groupwise.h, int8_linear.cpp, linear.cpp, router_gemm.cpp
+//     weight rows), software prefetch
+// Used by: gemm_large_m.h, groupwise.h
 //
 // Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
 // so that a row gives the same bits alone and in a batch. Register blocking of up to 6 rows of x by
@@ -241,8 +241,8 @@ inline void dot_far_rows(const typename H::Input* x, int64_t rows, const typenam
 // The whole GEMM over all threads, in blocks of activation rows by weight rows; adjacent blocks
 // share the activations. X: type of the activations.
 template <class H, class X, class StoreOut>
-inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int64_t k, int64_t n,
-                     const StoreOut& store_out) {
+inline void multiply_small_m(const X* x, const typename H::Weight* w, int64_t rows, int64_t k,
+                             int64_t n, const StoreOut& store_out) {
     thread_local Scratch scratch;
     const auto* input = pack_inputs<H>(scratch, x, rows, k);
     const int64_t bytes = (k > 0 ? k : 1) * static_cast<int64_t>(sizeof(typename H::Weight));

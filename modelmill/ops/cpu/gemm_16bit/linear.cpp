@@ -7,7 +7,7 @@
 //     without AVX2)
 // Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, software prefetch
 // Ops: linear, decode
-#include "gemm_16bit/gemm_small_m.h"
+#include "gemm_16bit/gemm_large_m.h"
 #include "common/ops.h"
 
 // out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias; bias may be null; all of one dtype.

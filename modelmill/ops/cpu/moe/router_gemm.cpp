@@ -7,7 +7,7 @@
 // Technique: float FMA or exact products of bfloat16, software prefetch (gemm_small_m.h)
 // Ops: router_gemm
 #include "common/ops.h"
-#include "gemm_16bit/gemm_small_m.h"
+#include "gemm_16bit/gemm_large_m.h"
 
 extern "C" void router_gemm(float* out, const void* x, const void* weight, int64_t rows,
                             int64_t hidden, int64_t experts, int dtype) {

@@ -11,7 +11,7 @@
 // codes (exponent and mantissa all ones) would read as 480, so they get the all-ones exponent of
 // float16.
 #pragma once
-#include "gemm_16bit/gemm_small_m.h"
+#include "gemm_16bit/gemm_large_m.h"
 
 namespace mill {
 

@@ -12,11 +12,14 @@
 //     mxfp4_linear.cpp
 //
 // Codes become floats in registers; scales are applied once per group, and offsets multiply the
-// group sums of x.
+// group sums of x. Many rows of bfloat16 meet weights rounded to bfloat16 where AVX512_BF16 is
+// fast.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
-#include "gemm_16bit/gemm_small_m.h"
+#include "gemm_16bit/gemm_large_m.h"
 #include "weight_only_gemm/block_floating_point.h"
 
 namespace mill {
@@ -228,7 +231,7 @@ __attribute__((noinline)) void group_block(float* sums, const float* x, int64_t 
             float offset_sum = 0;
             const float* offset = grids + (NB + n) * w.groups;
             for (int64_t g = 0; g < w.groups; g++)
-                offset_sum += offset[g] * group_sums[m * w.groups + g];
+                offset_sum = std::fma(offset[g], group_sums[m * w.groups + g], offset_sum);
             sums[m * NB + n] += offset_sum;
         }
 }
@@ -327,11 +330,115 @@ FloatRows widen_rows(Scratch& scratch, const T* x, const Grouped<Code>& w, int64
     return {input, group_sums, stride};
 }
 
+#if defined(MILL_AVX512)
+// Of x with a panel: with as many sums of a group beside the sums of a row they fill the registers.
+constexpr int kGroupPanelRows = 3;
+
+// Codes of weight rows [from, to) as floats: as pack_panel, two vectors a run.
+template <class Code>
+inline void pack_codes(vf* panel, const Grouped<Code>& w, int64_t from, int64_t to) {
+    const int64_t runs = w.bytes / Code::kBytes;
+    for (int64_t first = from; first < to; first += kPanelColumns) {
+        for (int j = 0; j < kPanelColumns; j++) {
+            const uint8_t* row = w.codes + std::min(first + j, to - 1) * w.bytes;
+            vf* out = panel + j;
+            for (int64_t r = 0; r < runs; r++, out += 2 * kPanelColumns)
+                Code::pair(row + r * Code::kBytes, 0, out[0], out[kPanelColumns]);
+        }
+        panel += 2 * runs * kPanelColumns;
+    }
+}
+
+// MB rows of x times a group of a panel, without offsets. scales: of its first row.
+template <class Code, int MB>
+__attribute__((noinline)) void group_panel_block(float* sums, const float* x, int64_t stride,
+                                                 const vf* panel, const Grouped<Code>& w,
+                                                 const float* const (&scales)[kPanelColumns]) {
+    vf total[MB][kPanelColumns];
+    for (int m = 0; m < MB; m++)
+        for (int n = 0; n < kPanelColumns; n++) total[m][n] = zero();
+    const int64_t vectors = 2 * (w.bytes / Code::kBytes);
+    for (int64_t g = 0, i = 0; g < w.groups; g++) {
+        const int64_t end = std::min(i + 2 * w.runs, vectors);
+        vf acc[MB][kPanelColumns];
+        for (int m = 0; m < MB; m++)
+            for (int n = 0; n < kPanelColumns; n++) acc[m][n] = zero();
+        for (; i < end; i++) {
+            vf xs[MB];
+            for (int m = 0; m < MB; m++) xs[m] = load(x + m * stride + i * W);
+            for (int n = 0; n < kPanelColumns; n++)
+                for (int m = 0; m < MB; m++)
+                    acc[m][n] = fma(panel[i * kPanelColumns + n], xs[m], acc[m][n]);
+        }
+        for (int n = 0; n < kPanelColumns; n++) {
+            const vf scale = set1(scales[n][g]);
+            for (int m = 0; m < MB; m++) total[m][n] = fma(scale, acc[m][n], total[m][n]);
+        }
+    }
+    for (int m = 0; m < MB; m++) sums_of(sums + m * kMaxPanelColumns, total[m], kPanelColumns);
+}
+
+// Adds to the sums of a row of x those of its groups times the offsets [groups][kMaxPanelColumns].
+inline void add_offsets(float* sums, const float* group_sums, const float* offsets, int64_t groups,
+                        int64_t columns) {
+    for (int64_t n = 0; n < columns; n += W) {
+        vf total = zero();
+        for (int64_t g = 0; g < groups; g++)
+            total = fma(load(offsets + g * kMaxPanelColumns + n), set1(group_sums[g]), total);
+        store(sums + n, add(load(sums + n), total));
+    }
+}
+
+// Many rows: codes become floats once for all of them. The arithmetic is that of group_block.
+template <class Code, class StoreOut>
+void group_panels(const FloatRows& wide, const Grouped<Code>& w, int64_t rows, int64_t n,
+                  const StoreOut& store_out) {
+    const int64_t row_vectors = 2 * (w.bytes / Code::kBytes);
+    for_panels(
+        rows, wide.stride * 4, n, row_vectors * static_cast<int64_t>(sizeof(vf)),
+        [&](int64_t m, int64_t last, int64_t from, int64_t to) {
+            thread_local Scratch scratch, grid_scratch, offset_scratch;
+            vf* panel = scratch.get<vf>(panel_vectors(from, to, row_vectors));
+            pack_codes(panel, w, from, to);
+            const int64_t columns = to - from;
+            const float* scales = w.grids(from, columns, grid_scratch);
+            float* offsets = offset_scratch.get<float>(w.groups * kMaxPanelColumns);
+            for (int64_t g = 0; g < w.groups; g++)
+                for (int64_t j = 0; j < kMaxPanelColumns; j++)
+                    offsets[g * kMaxPanelColumns + j] =
+                        j < columns ? scales[(columns + j) * w.groups + g] : 0.0f;
+            float sums[kGroupPanelRows * kMaxPanelColumns];
+            const auto pass = [&](auto count) {
+                constexpr int MB = decltype(count)::value;
+                for (int64_t j = 0; j < columns; j += kPanelColumns) {
+                    const float* of_rows[kPanelColumns];
+                    for (int i = 0; i < kPanelColumns; i++)
+                        of_rows[i] = scales + std::min(j + i, columns - 1) * w.groups;
+                    group_panel_block<Code, MB>(sums + j, wide.input + m * wide.stride, wide.stride,
+                                                panel + j * row_vectors, w, of_rows);
+                }
+                for (int i = 0; i < MB; i++, m++) {
+                    float* row = sums + i * kMaxPanelColumns;
+                    add_offsets(row, wide.group_sums + m * w.groups, offsets, w.groups, columns);
+                    store_out(m, from, row, static_cast<int>(columns));
+                }
+            };
+            while (m + kGroupPanelRows <= last)
+                pass(std::integral_constant<int, kGroupPanelRows>{});
+            if (last - m == 2) pass(std::integral_constant<int, 2>{});
+            if (last - m == 1) pass(std::integral_constant<int, 1>{});
+        });
+}
+#endif
+
 // As group_linear, with float products.
 template <class Code, class T, class StoreOut>
 void float_group_linear(Scratch& scratch, const T* x, const Grouped<Code>& w, int64_t rows,
                         int64_t k, int64_t n, const StoreOut& store_out) {
     const FloatRows wide = widen_rows(scratch, x, w, rows, k);
+#if defined(MILL_AVX512)
+    if (rows >= kMinPanelRows) return group_panels(wide, w, rows, n, store_out);
+#endif
     const float *input = wide.input, *group_sums = wide.group_sums;
     const int64_t stride = wide.stride;
     const int64_t block = (kInputBlock / (stride * 4) / 12 + 1) * 12,
@@ -349,6 +456,36 @@ void float_group_linear(Scratch& scratch, const T* x, const Grouped<Code>& w, in
                 group_rows<Code, 1>(input, group_sums, stride, w, m, m1, j, store_out);
         });
 }
+
+// The k weights of a row in T. grids: of w.grids.
+template <class Code, class T>
+inline void dequant_row(T* out, const Grouped<Code>& w, int64_t row, int64_t k,
+                        const float* grids) {
+    const uint8_t* codes = w.codes + row * w.bytes;
+    for (int64_t r = 0, i = 0; i < k; r++, i += kPackColumns)
+        dequant_run<Code>(out + i, codes + r * Code::kBytes, set1(grids[r / w.runs]),
+                          set1(grids[w.groups + r / w.runs]),
+                          k - i < kPackColumns ? k - i : kPackColumns);
+}
+
+#if defined(MILL_BF16) && !defined(MILL_BF16_AS_FP32)
+// As group_linear, of many rows: with weights rounded to bfloat16.
+template <class Code, class StoreOut>
+void bf16_group_linear(const bf16* x, const Grouped<Code>& w, int64_t rows, int64_t k, int64_t n,
+                       const StoreOut& store_out) {
+    multiply_panels<Bf16PairDot>(
+        x, rows, k, n,
+        [&](__m512i* panel, int64_t from, int64_t to) {
+            thread_local Scratch scratch, row_scratch;
+            bf16* weights = row_scratch.get<bf16>(k);
+            pack_panel<Bf16PairDot>(panel, from, to, k, [&](int64_t row) {
+                dequant_row(weights, w, row, k, w.grids(row, 1, scratch));
+                return weights;
+            });
+        },
+        store_out);
+}
+#endif
 
 // out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias. scale, offset: [n, groups]; group: columns, a
 // multiple of 32.
@@ -372,6 +509,10 @@ void group_linear(void* out, const void* x, const uint8_t* codes, const void* sc
         };
         thread_local Scratch scratch;
         const T* input = static_cast<const T*>(x);
+#if defined(MILL_BF16) && !defined(MILL_BF16_AS_FP32)
+        if constexpr (std::is_same_v<T, bf16>)
+            if (rows >= kMinPanelRows) return bf16_group_linear(input, w, rows, k, n, store_out);
+#endif
         if constexpr (kBlockFloatingPoint<T>)
             fixed_point_group_linear(scratch, input, w, rows, k, n, store_out);
         else
@@ -393,13 +534,7 @@ void group_dequant(void* out, const uint8_t* codes, const void* scale, const voi
             for (int64_t j = from; j < to; j++) {
                 T* row = static_cast<T*>(out) + j * k;
                 thread_local Scratch scratch;
-                const float* grids = w.grids(j, 1, scratch);
-                for (int64_t r = 0; r < runs; r++) {
-                    const int64_t g = r / w.runs, offset_sum = k - r * kPackColumns;
-                    dequant_run<Code>(row + r * kPackColumns, codes + (j * runs + r) * Code::kBytes,
-                                      set1(grids[g]), set1(grids[groups + g]),
-                                      offset_sum < kPackColumns ? offset_sum : kPackColumns);
-                }
+                dequant_row(row, w, j, k, w.grids(j, 1, scratch));
             }
         });
     });

@@ -9,7 +9,7 @@
 // Technique: AVX-512 FMA, AVX512_BF16 dot products, software prefetch; AVX2 products of 16-bit
 //     integers (block_floating_point.h), or FMA for float32
 // Ops: int8_linear, decode
-#include "gemm_16bit/gemm_small_m.h"
+#include "gemm_16bit/gemm_large_m.h"
 #include "weight_only_gemm/groupwise.h"
 #include "common/ops.h"
 
