@@ -1,4 +1,4 @@
-// GEMM of any M: panels of weights for many rows, gemm_small_m.h for few.
+// GEMM of any M, of many rows by panels of weights.
 //
 // Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ
 // Dtypes: those of gemm_small_m.h

@@ -5,8 +5,8 @@
 //     accumulators
 // Layout: row-major
 // Range: any M, tuned for M ≤ 16
-// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, register blocking (6 rows of x by 8
-//     weight rows), software prefetch
+// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, register blocking, software
+//     prefetch
 // Used by: gemm_large_m.h, groupwise.h
 //
 // Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
