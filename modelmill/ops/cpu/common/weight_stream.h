@@ -2,7 +2,7 @@
 //
 // Computes: addresses ahead of the loads of a row; index ranges of weight rows
 // Range: rows of any length, any number of rows
-// Technique: prefetch to L1, or with MILL_PREFETCH_L2 to L2; rows far apart read at once
+// Technique: prefetch to L1, or with MILL_PREFETCH_L2 to L2
 // Used by: block_floating_point.h, gemm_small_m.h, w8a8_linear.cpp
 //
 // The hardware prefetchers stop at page ends, rows are short, and a block reads several rows at
