@@ -7,7 +7,7 @@
 // Range: any M, tuned for M ≤ 16
 // Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, register blocking, software
 //     prefetch
-// Used by: gemm_large_m.h, groupwise.h
+// Used by: gemm_large_m.h
 //
 // Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
 // so that a row gives the same bits alone and in a batch. Register blocking of up to 6 rows of x by
