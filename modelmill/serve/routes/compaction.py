@@ -19,12 +19,8 @@ from modelmill.serve.reasoning_tokens import count_reasoning_tokens
 from modelmill.serve.response_store import input_as_items
 from modelmill.serve.response_store_access import previous_response_items, resolve_item_references
 from modelmill.serve.responses_schema import CompactRequest
+from modelmill.serve.routes import common
 from modelmill.serve.routes.chat import make_request_answer_parser
-from modelmill.serve.routes.common import (
-    acquire_service_and_engine,
-    prepare_and_submit_requests,
-    random_id,
-)
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text.answer_pieces import AnswerPiece, collect_answer
 from modelmill.text_processor import TextProcessor
@@ -35,7 +31,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses/compact")
 async def compact(body: CompactRequest, request: Request) -> Any:
     """Summarize a conversation: the items to go on with in place of it."""
-    service, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    service, engine = await common.acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     earlier = previous_response_items(request, body.previous_response_id)
     items = [*earlier, *resolve_item_references(request, input_as_items(body.input or []))]
@@ -44,8 +40,10 @@ async def compact(body: CompactRequest, request: Request) -> Any:
     compactor = Compactor(engine.text_processor, body, engine.request_limits.max_len)
     plan = await service.run_in_thread(compactor.plan, items, len(earlier))
     if not plan.max_summary_tokens:
-        return _response(fill_message_item_defaults(items, random_id("cmp", "_")), plan.warnings)
-    (chat, state), handle = await prepare_and_submit_requests(
+        return _response(
+            fill_message_item_defaults(items, common.random_id("cmp", "_")), plan.warnings
+        )
+    (chat, state), handle = await common.prepare_and_submit_requests(
         request,
         engine,
         lambda _: compactor.make_summary_request_and_state(plan),
@@ -73,7 +71,7 @@ def _summarized_response(
             "the model wrote no summary, so that the conversation would be lost; keep it as it is, "
             "or allow more max_output_tokens"
         )
-    id = random_id("cmp", "_")
+    id = common.random_id("cmp", "_")
     compacted = compacted_items(plan.kept, id, summary)
     thinking = _count_thinking(chat, text_processor, state)
     if not compactor.is_shorter(compacted, plan):
@@ -111,7 +109,7 @@ def _response(
     """
     counts = token_usage([] if state is None else [state])
     fields: dict[str, Any] = {
-        "id": random_id("resp", "_"),
+        "id": common.random_id("resp", "_"),
         "object": "response.compaction",
         "created_at": int(time.time()),
         "status": "incomplete" if is_cut else "completed",

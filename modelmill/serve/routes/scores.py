@@ -13,11 +13,7 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.openai_format import SurrogateSafeJsonResponse
 from modelmill.serve.prompt_fields import check_at_most_engine_length
-from modelmill.serve.routes.common import (
-    acquire_service_and_engine,
-    prepare_and_submit_requests,
-    random_id,
-)
+from modelmill.serve.routes import common
 from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.scoring import SIMILARITY_METRIC, embedding_cosine, rerank_results
 from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
@@ -38,7 +34,7 @@ async def rerank(body: RerankRequest, request: Request) -> Any:
         return SurrogateSafeJsonResponse(results)
     return SurrogateSafeJsonResponse(
         {
-            "id": random_id("rerank"),
+            "id": common.random_id("rerank"),
             "model": body.model,
             "method": SIMILARITY_METRIC,
             "results": results,
@@ -61,7 +57,7 @@ async def score(body: ScoreRequest, request: Request) -> Any:
     scores = [embedding_cosine(states[places[one]], states[places[other]]) for one, other in pairs]
     return SurrogateSafeJsonResponse(
         {
-            "id": random_id("score"),
+            "id": common.random_id("score"),
             "object": "list",
             "created": int(time.time()),
             "model": body.model,
@@ -82,7 +78,7 @@ async def _run_text_embedding_requests(
     text_field_path: Callable[[int], str],
     max_tokens_per_doc: int | None = None,
 ) -> list[RequestOutputState]:
-    _, engine = await acquire_service_and_engine(request, body.model, body.keep_alive)
+    _, engine = await common.acquire_service_and_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
     check_at_most_engine_length(
         "max_tokens_per_doc", max_tokens_per_doc, engine.request_limits.max_len
@@ -97,7 +93,7 @@ async def _run_text_embedding_requests(
             "truncate_prompt_tokens": body.truncate_prompt_tokens,
         }
     )
-    states, handle = await prepare_and_submit_requests(
+    states, handle = await common.prepare_and_submit_requests(
         request,
         engine,
         embedding_request_states,
