@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from modelmill import __version__
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
@@ -66,6 +66,22 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _TOKENIZER_FOLDER = "tokenizer"
 THINKING_DETECTION_TAIL_TOKENS = 32
 """Tokens at the end of a prompt that may begin or end the thinking."""
+
+
+class PromptTruncation(NamedTuple):
+    """How a prompt is cut.
+
+    Attributes:
+        tokens: Most tokens that are kept.
+        side: Where the others are cut off; "left" keeps the last ones.
+    """
+
+    tokens: int
+    side: Literal["left", "right"] = "left"
+
+    def apply(self, ids: list[int]) -> list[int]:
+        """The ids that are kept."""
+        return ids[-self.tokens :] if self.side == "left" else ids[: self.tokens]
 
 
 class _AnswerHistoryQuery(NamedTuple):
@@ -250,7 +266,7 @@ class TextProcessor:
         thinking_budget: int | None = None,
         add_generation_prompt: bool = True,
         continues: bool = False,
-        max_kept_prompt_tokens: int | None = None,
+        truncation: PromptTruncation | None = None,
         tool_schemas: ToolSchemas | None = None,
         sent_messages: Messages = (),
         **template: Any,
@@ -267,7 +283,7 @@ class TextProcessor:
             thinking_budget: Maximum tokens of the thinking.
             add_generation_prompt: Whether the template begins an answer.
             continues: Whether the answer continues the last message, of the assistant.
-            max_kept_prompt_tokens: Keep only so many of the prompt's last tokens.
+            truncation: How the prompt is cut; None: not at all.
             tool_schemas: Names of the tools, with the schemas of their parameters.
             sent_messages: The conversation as its client sent it; answers in it that this engine
                 gave are repeated with their own tokens.
@@ -293,7 +309,7 @@ class TextProcessor:
             _AnswerHistoryQuery(sent_messages, tool_schemas or {}, cache_salt),
             template,
         )
-        ids = _keep_last_tokens(ids, max_kept_prompt_tokens, bool(spans))
+        ids = _truncate_without_images(ids, truncation, bool(spans))
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._build_request(ids, params, eos, self.chat_format.stop_strings, cache_salt)
         # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well
@@ -648,13 +664,15 @@ def check_sampling_params_type(params: SamplingParams | None) -> SamplingParams 
     return params
 
 
-def _keep_last_tokens(ids: list[int], count: int | None, has_images: bool) -> list[int]:
-    """The last ``count`` tokens of a prompt, all for None. Raises RequestError with images."""
-    if count is None or len(ids) <= count:
+def _truncate_without_images(
+    ids: list[int], truncation: PromptTruncation | None, has_images: bool
+) -> list[int]:
+    """A truncated prompt, the whole one for None. Raises RequestError with images."""
+    if truncation is None or len(ids) <= truncation.tokens:
         return ids
     if has_images:
         raise RequestError("a prompt with images cannot be truncated; shorten it")
-    return ids[-count:]
+    return truncation.apply(ids)
 
 
 def check_no_sampling_keywords(names: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -52,6 +52,9 @@ class GenerationFields(SamplingFields, CompatibilityFields):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=MAX_INT32, description="keep the last so many tokens; -1: as many as fit"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="right: truncate_prompt_tokens keeps the first ones"
     )
     bad_words: TextList | None = Field(None, max_length=MAX_BAD_WORDS)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)

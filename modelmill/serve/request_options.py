@@ -15,7 +15,7 @@ from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.openai_format import clamp_logprob, token_text
 from modelmill.serve.prompt_fields import resolve_truncated_length
 from modelmill.text.tokenizer_loader import Tokenizer
-from modelmill.text_processor import TextProcessor
+from modelmill.text_processor import PromptTruncation, TextProcessor
 
 
 def sampling_params_with_bad_words(
@@ -59,12 +59,13 @@ def cache_salt_or_random(body: GenerationFields) -> str:
     return f"{salt}\0{secrets.token_hex(16)}"[-1024:] if body.cache_prompt is False else salt
 
 
-def max_kept_prompt_tokens(body: GenerationFields, max_model_len: int) -> int | None:
-    """How many of the prompt's last tokens are kept; None: all.
+def prompt_truncation(body: GenerationFields, max_model_len: int) -> PromptTruncation | None:
+    """How the prompt is cut; None: not at all.
 
     -1 keeps what leaves room for one token of the answer.
     """
-    return resolve_truncated_length(body.truncate_prompt_tokens, max_model_len, max_model_len - 1)
+    tokens = resolve_truncated_length(body.truncate_prompt_tokens, max_model_len, max_model_len - 1)
+    return None if tokens is None else PromptTruncation(tokens, body.truncation_side or "left")
 
 
 def format_prompt_logprobs(

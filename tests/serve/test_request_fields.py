@@ -211,7 +211,6 @@ def test_a_wrong_token_id_is_told_the_range(
     [
         ("kv_connector", None),
         ("prompt_embeds", None),
-        ("truncation_side", None),
         ("stop_words", "stop"),
         ("max_token", "max_tokens"),
     ],
@@ -345,6 +344,20 @@ def test_a_prompt_is_cut_at_its_front(running: ServiceThread) -> None:
     assert long["usage"]["prompt_tokens"] == 511
     chat = {**CHAT, "truncate_prompt_tokens": 6}
     assert post(running, "/v1/chat/completions", chat).json["usage"]["prompt_tokens"] == 6
+
+
+def test_a_prompt_is_cut_at_its_end(running: ServiceThread) -> None:
+    ids = [1, *ids_of(running, PROMPT)]
+    right = {"truncate_prompt_tokens": 3, "truncation_side": "right", "return_token_ids": True}
+    assert complete(running, **right)["choices"][0]["prompt_token_ids"] == ids[:3]
+    left = complete(running, **right | {"truncation_side": "left"})
+    assert left["choices"][0]["prompt_token_ids"] == ids[-3:]
+    whole = complete(running, truncation_side="right", return_token_ids=True)
+    assert whole["choices"][0]["prompt_token_ids"] == ids
+    chat = {path: post(running, "/v1/chat/completions", {**CHAT, **more, "return_token_ids": True})
+            for path, more in (("all", {}), ("cut", right))}  # fmt: skip
+    prompts = {name: each.json["prompt_token_ids"] for name, each in chat.items()}
+    assert prompts["cut"] == prompts["all"][:3]
 
 
 def test_prompt_logprobs_are_those_of_echo(running: ServiceThread) -> None:

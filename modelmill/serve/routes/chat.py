@@ -25,7 +25,7 @@ from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.request_options import (
     cache_salt_or_random,
     format_prompt_logprobs,
-    max_kept_prompt_tokens,
+    prompt_truncation,
     sampling_params_with_bad_words,
 )
 from modelmill.serve.routes.common import (
@@ -163,8 +163,8 @@ def chat_request_state(
     check_parameter_schemas_are_json(
         tool.function for tool in body.tools or () if isinstance(tool, Tool)
     )
-    kept = max_kept_prompt_tokens(body, max_model_len)
-    longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
+    truncation = prompt_truncation(body, max_model_len)
+    longest = max_model_len if truncation is None else max_tokenize_tokens(max_model_len)
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
     sent: Sequence[Mapping[str, Any]] = body.messages
     if not text_processor.supports_images:
@@ -197,7 +197,7 @@ def chat_request_state(
         thinking_budget=body.thinking_token_budget,
         add_generation_prompt=body.add_generation_prompt is not False,
         continues=bool(body.continue_final_message),
-        max_kept_prompt_tokens=kept,
+        truncation=truncation,
         tool_schemas=tool_prompts.tool_schemas(offered),
         sent_messages=body.messages[:-1] if body.continue_final_message else body.messages,
         **template,

@@ -25,7 +25,7 @@ from modelmill.serve.request_handle import HttpRequestHandle, PromptOutputDelta
 from modelmill.serve.request_options import (
     cache_salt_or_random,
     format_prompt_logprobs,
-    max_kept_prompt_tokens,
+    prompt_truncation,
     sampling_params_with_bad_words,
 )
 from modelmill.serve.routes.common import (
@@ -156,8 +156,8 @@ def _prompt_and_stop_token_ids(
     Raises:
         RequestError: the prompt is too long, or the vocabulary has no tokens for a suffix.
     """
-    kept = max_kept_prompt_tokens(body, max_model_len)
-    longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
+    truncation = prompt_truncation(body, max_model_len)
+    longest = max_model_len if truncation is None else max_tokenize_tokens(max_model_len)
     for part in (prompt,) if isinstance(prompt, str) else (prompt, *prompt):
         if not isinstance(part, int):
             text_processor.check_prompt_length(part, longest)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def _prompt_and_stop_token_ids(
         _check_suffix_length(text_processor, body.infill_suffix, max_model_len)
         encoded, marks = encode_infill_with_fim_tokens(tokenizer, prompt, body.infill_suffix)
         ends = marks.ends
-    elif parses or body.add_special_tokens is False or kept is not None:
+    elif parses or body.add_special_tokens is False or truncation is not None:
         encoded = encode_text(
             tokenizer,
             prompt,
@@ -184,8 +184,8 @@ def _prompt_and_stop_token_ids(
         )
         if not encoded:
             raise RequestError("prompt has no tokens; give at least one")
-    if kept is not None and not isinstance(encoded, str):
-        encoded = encoded[-kept:]
+    if truncation is not None and not isinstance(encoded, str):
+        encoded = truncation.apply(encoded)
     return encoded, ends
 
 
